@@ -71,8 +71,8 @@ impl fmt::Display for AttentionPath {
     }
 }
 
-/// Number of queries of all heads in the backward pass's lists, with the padding of each head, for `heads` heads and sequences of `seq_len`
-/// tokens.
+/// Number of queries of all heads in the backward pass's lists, for `heads` heads and sequences of `seq_len` tokens. Each head's queries
+/// are padded.
 pub const fn padded_queries(sequences: usize, heads: usize, seq_len: usize) -> usize {
     sequences * seq_len.next_multiple_of(PADDED_QUERIES) * heads
 }

@@ -32,8 +32,8 @@ pub struct TargetRows<'a, B: Backend> {
     pub tokens: DType,
 }
 
-/// The kernels and operations that the sequences of this crate issue. `nibble-cuda` launches them, and `nibble-dry` counts their memory. In
-/// `nibble-dry`, a kernel that only writes to its arguments does nothing.
+/// The kernels and operations that the sequences of this crate issue. `nibble-cuda` launches these kernels, and `nibble-dry` counts the
+/// memory that they need. In `nibble-dry`, a kernel that only writes to its arguments does nothing.
 ///
 /// A sequence is a function of `nibble-choice` that calls several kernels or operations of a backend and allocates their intermediate
 /// results. A sequence belongs to this crate because the order of its allocations and frees is part of the choice.

@@ -13,7 +13,7 @@ pub const UNIT_COLS: usize = 64;
 /// Maximum number of units of [`UNIT_COLS`] columns in a row.
 pub const MOST_UNITS: usize = 768;
 
-/// The properties for which an instance of the fast kernels is built.
+/// The properties that identify an instance of the fast kernels.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FastKernels {
     /// The input type.

@@ -9,7 +9,7 @@ use std::fmt;
 /// Rows and columns of a kernel's tile, which equal the block length of E4M3.
 pub const TILE: usize = 128;
 
-/// The scale rules for which fused E4M3 kernels are built: those of the recipes.
+/// The scale rules for which fused E4M3 kernels are built, which are the rules that the recipes use.
 pub const FUSED_RULES: [ScaleRule; 2] = [ScaleRule::Amax, ScaleRule::Rceil];
 
 /// Whether the fused kernels can write this codec: E4M3 whose scales depend only on the rule.

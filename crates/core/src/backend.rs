@@ -24,7 +24,7 @@ pub struct MemoryStats {
     pub total_bytes: Option<usize>,
 }
 
-/// A device's memory, and how much of it other processes hold.
+/// The size of a device's memory, and the part of this memory that other processes hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {
     /// The device's memory, or this process's limit if that is less.
@@ -34,7 +34,7 @@ pub struct Room {
 }
 
 impl Room {
-    /// Bytes that this process may hold in all, including what it holds now.
+    /// Total bytes that this process may hold, including the bytes that it holds now.
     pub fn bytes(&self) -> usize {
         self.total_bytes.saturating_sub(self.others_bytes)
     }
@@ -127,7 +127,7 @@ impl Lines {
     }
 }
 
-/// The memory of a device and the order of its work; nothing numeric.
+/// The memory of a device and the order of its work, without numeric operations.
 ///
 /// A buffer is reference counted. A clone shares the bytes; a write through a shared handle first copies the bytes, so that no operation
 /// changes another owner's tensor.

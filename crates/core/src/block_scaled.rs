@@ -38,7 +38,7 @@ pub struct BlockScaled<B: Backend> {
     pub format: Format,
     /// The direction along which a block runs.
     pub axis: BlockAxis,
-    /// How the scales were chosen. Together with the format it determines their type ([`BlockScaled::scale_kind`]).
+    /// How the scales were chosen. The rule and the format together determine the type of the scales ([`BlockScaled::scale_kind`]).
     pub rule: ScaleRule,
     /// Number of rows of the logical matrix, over all matrices of the stack.
     pub rows: usize,

@@ -148,8 +148,8 @@ pub struct TreeSum<B: Backend> {
     pub into: B::Buf<f32>,
 }
 
-/// A collective in flight, which returns `T` (sums, by default). Until a transfer is awaited, it owns every buffer that it reads and
-/// writes, so that the lifetime of memory depends on when the rank waits, and not on the speed of another rank.
+/// A collective in flight, which returns `T` (sums, by default). Until a transfer is awaited, the transfer owns every buffer that it
+/// reads and writes. So the lifetime of memory depends on when the rank waits, and not on the speed of another rank.
 ///
 /// If a transfer is dropped without being awaited, the other ranks still get their data.
 #[must_use = "what is under way is waited for"]
@@ -190,7 +190,7 @@ impl<B: Backend, T> Debug for Transfer<B, T> {
 #[derive(Debug)]
 pub struct Mesh<'a, B: Backend> {
     /// The communicator of all ranks. Each rank has its own shards of a batch, so this communicator reduces losses, loads, reports and the
-    /// gradients of replicated weights. Checkpoints use it to gather values.
+    /// gradients of replicated weights. Checkpoints use this communicator to gather values.
     pub all: &'a dyn Comm<B>,
     /// The communicator of the ranks that shard a layer's experts, for dispatch and combine.
     pub ep: &'a dyn Comm<B>,

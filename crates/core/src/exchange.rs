@@ -129,8 +129,9 @@ impl RowPlan {
         Ok(Self { tokens_to: to(rank, 0), tokens_from: from(rank, 0), slots_to, slots_from, room, overflow })
     }
 
-    /// The largest number of slots sent to any rank, if it exceeds the capacity. Every rank that shards the experts computes the same
-    /// number. After such an overflow no rows are sent, the received rows are undefined, and the step must be retried with more capacity.
+    /// The largest number of slots sent to any rank, if this number exceeds the capacity. Every rank that shards the experts computes the
+    /// same number. After such an overflow no rows are sent, the received rows are undefined, and the step must be retried with more
+    /// capacity.
     pub fn overflow(&self) -> Option<usize> {
         self.overflow
     }

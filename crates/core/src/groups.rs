@@ -98,7 +98,7 @@ pub struct PermuteMap<B: Backend> {
 /// end of a step.
 #[derive(Debug, Clone)]
 pub struct Occupancy<B: Backend> {
-    /// Rows that the groups need, padding included; occupied (received token, slot) pairs. Two values.
+    /// Two values: the number of rows that the groups need, including padding, and the number of occupied (received token, slot) pairs.
     pub found: B::Buf<i32>,
     /// Number of pairs that the plan expects.
     pub num_slots: usize,

@@ -13,8 +13,8 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Alignment of every offset of a [`Heap`], in bytes.
 pub const HEAP_ALIGN: usize = 256;
 
-/// A deterministic allocator of offsets: it takes the smallest hole that fits (the one with the lowest offset among equals), or else the
-/// end.
+/// A deterministic allocator of offsets. A block gets the smallest hole that fits (among equal holes, the hole with the lowest offset),
+/// or else the space above the highest block.
 ///
 /// An offset depends only on the live blocks, not on their history. A hole is free space between live blocks; the space above the highest
 /// live block counts as one hole that is larger than all others, however large the heap was before. So the same allocations and frees give
@@ -53,7 +53,7 @@ impl Heap {
         Self { capacity, ..Self::default() }
     }
 
-    /// The offset of a block of `bytes` bytes, or `None` if it would exceed the capacity.
+    /// The offset of a new block of `bytes` bytes, or `None` if the block would exceed the capacity.
     pub fn alloc(&mut self, bytes: usize) -> Option<usize> {
         let size = rounded(bytes)?;
         let offset = match self.best_hole(size) {
@@ -130,7 +130,8 @@ impl Heap {
         }
     }
 
-    /// Where a block of `bytes` bytes would end if it used no hole; `None` if the end is beyond the address space.
+    /// The offset at which a block of `bytes` bytes would end if it were placed above all live blocks; `None` if the end is beyond the
+    /// address space.
     pub fn end_with(&self, bytes: usize) -> Option<usize> {
         self.top.checked_add(rounded(bytes)?)
     }

@@ -146,7 +146,7 @@ impl Cpu {
     }
 }
 
-/// A typed, reference-counted buffer. Clones share the bytes; a write through a shared handle first copies them.
+/// A typed, reference-counted buffer. Clones share the bytes; a write through a shared handle first copies the bytes.
 pub struct Buf<T: Plain> {
     storage: Arc<Storage>,
     len: usize,
@@ -180,7 +180,7 @@ impl<T: Plain> Buf<T> {
         &bytemuck::cast_slice(self.storage.words.as_slice())[..self.len]
     }
 
-    /// The values, for writing; they are copied first if another handle shares them.
+    /// The values, for writing. If another handle shares the values, they are copied first.
     pub fn as_mut_slice(&mut self) -> &mut [T] {
         if Arc::get_mut(&mut self.storage).is_none() {
             let memory = &self.storage.memory;

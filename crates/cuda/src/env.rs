@@ -30,12 +30,12 @@ pub const HELP: &[(&str, &str)] = &[
     ),
 ];
 
-/// Variables that NCCL reads. A program with ranks on GPUs sets them to these values before it starts a second thread, unless they are
-/// already set.
+/// Variables that NCCL reads. A program with ranks on GPUs sets these variables to these values before the program starts a second
+/// thread, unless the variables are already set.
 ///
 /// NVLink multicast is useless here, because every message has one receiver, and NCCL's probe for multicast can fail on hosts that do not
-/// allow it. Messages between ranks of one process go through NCCL's own buffers, because this crate's memory is not mapped on the other
-/// GPUs.
+/// allow multicast. Messages between ranks of one process go through NCCL's own buffers, because this crate's memory is not mapped on the
+/// other GPUs.
 pub const OF_NCCL: [(&str, &str); 2] = [("NCCL_NVLS_ENABLE", "0"), ("NCCL_P2P_DIRECT_DISABLE", "1")];
 
 fn path(name: &str) -> Option<PathBuf> {

@@ -221,9 +221,9 @@ impl Codec {
     /// scales per sub-block, a block longer than the format's gets a NaN scale.
     ///
     /// Writes one code per byte: `codes[i]` for `x[i]`. Codes past the end of `x` become 0; values past the end of `codes` affect only the
-    /// scale. `rand(i)` returns sixteen random bits for element `i`. Only stochastic roundings call `rand`; a corrected scale calls it for
-    /// the first element only. A NaN or infinity anywhere makes the scale NaN and all codes 0. Returns the scale record, and whether its
-    /// scale is NaN (some rules also give a finite block a NaN scale if it is out of range).
+    /// scale. `rand(i)` returns sixteen random bits for element `i`. Only stochastic roundings call `rand`; a corrected scale calls `rand`
+    /// for the first element only. A NaN or infinity anywhere makes the scale NaN and all codes 0. Returns the scale record, and whether
+    /// its scale is NaN (some rules also give a finite block a NaN scale if it is out of range).
     pub fn quantize_block(
         &self,
         x: &[f32],

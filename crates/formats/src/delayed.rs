@@ -74,7 +74,7 @@ pub struct DelayedScaling {
     pub history: u32,
     /// Which magnitude determines the scale.
     pub amax: AmaxOf,
-    /// Powers of two between the expected magnitude and the format's largest number.
+    /// Number of powers of two between the expected magnitude and the format's largest number.
     pub margin: u32,
 }
 

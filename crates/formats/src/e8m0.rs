@@ -94,7 +94,7 @@ impl std::str::FromStr for ScaleRule {
 }
 
 /// The scale byte of a block whose largest magnitude is `amax` (the sign of `amax` is ignored), clamped to 0..=254; 0xFF if `amax` is NaN
-/// or infinite, 0 if it is zero.
+/// or infinite, and 0 if `amax` is zero.
 ///
 /// For rules whose scales are not E8M0, the result is the byte of [`ScaleRule::Rceil`].
 #[inline]

@@ -159,7 +159,7 @@ impl Element {
         self.facts().twos_complement
     }
 
-    /// Whether the code above [`max_code`](Self::max_code) is infinity; the other codes above it are NaN.
+    /// Whether the code above [`max_code`](Self::max_code) is infinity; all other codes above `max_code` are NaN.
     #[inline]
     pub const fn has_infinity(self) -> bool {
         self.facts().has_infinity

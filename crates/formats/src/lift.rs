@@ -107,7 +107,7 @@ impl Format {
     pub const LIFTED: (Format, ScaleRule) = (Format::E4m3, ScaleRule::Rceil);
 
     /// The lift to E4M3 with one power of two per [`LIFTED_BLOCK`] values; `None` if no lift exists. A lift requires blocks along rows or
-    /// columns whose length is below [`LIFTED_BLOCK`] and divides it, only power-of-two scales, and an element that E4M3 can represent.
+    /// columns whose length is a proper divisor of [`LIFTED_BLOCK`], only power-of-two scales, and an element that E4M3 can represent.
     pub fn lift(self, rule: ScaleRule, axis: BlockAxis) -> Option<Lift> {
         let spec = self.spec();
         let shorter = spec.block < LIFTED_BLOCK && LIFTED_BLOCK.is_multiple_of(spec.block);

@@ -242,7 +242,7 @@ impl Scaling {
             .map(|(key, (is, _))| (key, is))
     }
 
-    /// The same in words: a correction and the shape of blocks are named by their values alone.
+    /// The choices of [`Scaling::chosen`] in words. A correction and the shape of blocks are named by their values alone.
     pub fn in_words(&self) -> impl Iterator<Item = String> {
         self.chosen().map(|(key, value)| match key {
             "correction" | "block" => value,
@@ -255,12 +255,12 @@ impl Scaling {
         self.correction != Correction::None
     }
 
-    /// Whether the lines of a square share scales.
+    /// Whether the rows and columns of a 2-D block share scales ([`BlockShape::Square`]).
     pub fn is_square(&self) -> bool {
         self.block == BlockShape::Square
     }
 
-    /// Whether it is the default, which gives a format's own bits.
+    /// Whether all choices are the defaults, which define the format's standard results.
     pub fn is_default(&self) -> bool {
         *self == Scaling::default()
     }

@@ -13,10 +13,10 @@ impl Scaling {
     /// for `cann`, which rounds products before codes.
     ///
     /// A scale rounded to nearest with m mantissa bits is too small by a factor of at most 1 + 2^-(m+1). HiFloat4's scale is first rounded
-    /// to eight bits and computed with 1/7 in BF16. Together these give 1.125 · 512/511 · (1 + 2^-9), so 1.125 is too little headroom and
-    /// the next sixteenth is enough. The headroom of power-of-two rules follows from the largest element: `floor` leaves magnitudes below
-    /// 2^(emax + 1), and `even` leaves half a step less. If F32 operations precede the encoding, their rounding errors may exceed the
-    /// largest code.
+    /// to eight bits and computed with 1/7 in BF16. Together these give 1.125 · 512/511 · (1 + 2^-9), so a headroom of 1.125 is too small,
+    /// and the next sixteenth, 1.1875, is enough. The headroom of power-of-two rules follows from the largest element: scaled magnitudes
+    /// are below 2^(emax + 1) under `floor`, and half a step smaller under `even`. If F32 operations precede the encoding, their rounding
+    /// errors may exceed the largest code.
     pub fn unbiased(format: Format, rule: ScaleRule) -> Option<Scaling> {
         let spec = format.spec();
         let element = spec.element.filter(|_| spec.rules.contains(&rule) && rule != ScaleRule::Cann)?;

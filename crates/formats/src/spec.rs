@@ -25,14 +25,14 @@ pub struct FormatSpec {
     pub block: usize,
     /// The valid scale rules, the default first; empty for plain formats.
     pub rules: &'static [ScaleRule],
-    /// The rounding that the format is defined with ([`Format::rounding`](crate::Format::rounding) applies a rule to it).
+    /// The rounding in the format's definition. [`Format::rounding`](crate::Format::rounding) also takes the scale rule into account.
     pub rounding: Rounding,
     /// Whether 2-D blocks, `block` × `block`, may share a scale.
     pub tiles: bool,
     /// Whether [`BlockShape::Square`](crate::BlockShape::Square) is supported: 2-D blocks, `block` × `block`, whose rows share scales and store
     /// separate records ([`Codec::quantize_square`](crate::Codec::quantize_square)).
     pub squares: bool,
-    /// Whether shares of a block get octaves by [`Thresholds`](crate::Thresholds).
+    /// Whether [`Thresholds`](crate::Thresholds) decide which sub-blocks double the scale.
     pub has_thresholds: bool,
     /// Whether a block may choose among several scales ([`Candidates`](crate::Candidates)).
     pub has_candidates: bool,

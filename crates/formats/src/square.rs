@@ -17,7 +17,7 @@ pub struct Square<'a> {
 }
 
 impl<'a> Square<'a> {
-    /// A 2-D block of rows of `width` values, whose lines are the rows.
+    /// A 2-D block with rows of `width` values. The lines of the block are its rows.
     pub const fn new(x: &'a [f32], width: usize) -> Self {
         Self { x, width, is_turned: false }
     }
@@ -33,12 +33,13 @@ impl<'a> Square<'a> {
         self.x
     }
 
-    /// The number of lines.
+    /// The number of lines: rows, or columns after [`Square::turned`].
     pub fn lines(&self) -> usize {
         if self.is_turned { self.width } else { self.x.len() / self.width.max(1) }
     }
 
-    /// The largest magnitude among the values at `places` of `lines`. Places and lines outside the 2-D block are ignored; 0 if no value is left.
+    /// The largest magnitude among the values at the positions `places` of the lines `lines`. Places and lines outside the 2-D block are
+    /// ignored; 0 if no value is left.
     pub fn largest(&self, lines: Range<usize>, places: Range<usize>) -> f32 {
         let (rows, cols) = if self.is_turned { (places, lines) } else { (lines, places) };
         let height = self.x.len() / self.width.max(1);

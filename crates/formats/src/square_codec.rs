@@ -17,7 +17,7 @@ pub struct SquareScales {
 }
 
 impl Codec {
-    /// The scale of each line of a 2-D block. If any value is NaN or infinite, all scales are NaN.
+    /// The scale of each line (row or column) of a 2-D block. If any value is NaN or infinite, all scales are NaN.
     pub fn square_scales(&self, square: Square<'_>) -> Vec<BlockScale> {
         let marked = BlockScale { record: self.scale_kind().nan(), inv: f32::NAN };
         let Some(amax) = amax(square.values()) else { return vec![marked; square.lines()] };

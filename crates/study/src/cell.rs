@@ -39,9 +39,10 @@ pub struct Cell {
     pub seed: u64,
     /// The kind of the run.
     pub kind: Kind,
-    /// In the noise floor, which repetition of the baseline this is, from 1: its learning rate is perturbed by [`Cell::lr_factor`]. 0 elsewhere.
+    /// The number of this repetition of the baseline in the noise floor, counted from 1; its learning rate is multiplied by
+    /// [`Cell::lr_factor`]. 0 for all other cells.
     pub repeat: u64,
-    /// Optimizer steps that it trains itself, without its trunk's.
+    /// Number of optimizer steps of the cell, without the steps of its trunk.
     pub steps: u64,
     /// Settings of the study, as `key=value`.
     pub settings: Vec<String>,

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// One tensor's gradient: its name and values.
 pub type Gradient<'a> = (&'a str, &'a [f32]);
 
-/// Sums over redraws of one gradient, tensor by tensor.
+/// Sums over repeated computations of one gradient with different random bits (redraws), tensor by tensor.
 #[derive(Debug, Clone, Default)]
 pub struct Redraws {
     tensors: Vec<Sums>,
@@ -25,23 +25,25 @@ struct Sums {
     squares: f64,
 }
 
-/// A tensor's gradients under a recipe beside the reference's.
+/// The comparison of a tensor's gradients under a recipe with the gradient of a reference.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Decomposition {
     /// The tensor's name; `all` for all tensors together.
     pub tensor: String,
-    /// ‖G‖², of the reference.
+    /// ‖G‖², the squared norm of the reference's gradient.
     pub reference: f64,
-    /// ‖b‖²: the squared distance of the mean of many redraws from the reference. An unbiased estimate, which is negative now and then if the bias is small.
+    /// ‖b‖²: the squared distance between the mean of many redraws and the reference. The value is an unbiased estimate, which can be
+    /// negative if the bias is small.
     pub bias: f64,
-    /// E‖e‖²: the mean squared distance of one redraw from the mean of many. 0 with one redraw: see [`Decomposition::redraws`].
+    /// E‖e‖²: the mean squared distance between one redraw and the mean of many redraws. With a single redraw the value is 0: see
+    /// [`Decomposition::redraws`].
     pub variance: f64,
-    /// Number of redraws. Of one redraw, `bias` is the whole squared error, whatever part of it is noise.
+    /// Number of redraws. With a single redraw, `bias` is the whole squared error, including the error from noise.
     pub redraws: u64,
 }
 
 impl Decomposition {
-    /// The expected squared error of one gradient over ‖G‖². Not finite if the reference is zero.
+    /// The expected squared error of one gradient, divided by ‖G‖². The result is not finite if the reference is zero.
     #[must_use]
     pub fn error(&self) -> f64 {
         (self.bias + self.variance) / self.reference
@@ -49,10 +51,10 @@ impl Decomposition {
 }
 
 impl Redraws {
-    /// Adds a redraw. The first one decides the tensors.
+    /// Adds a redraw. Later redraws must have the tensors of the first redraw.
     ///
     /// # Errors
-    /// The name of a tensor that is missing, or of another length, in this redraw.
+    /// The name of a tensor that is missing from this redraw, or has another length.
     pub fn add(&mut self, gradients: &[Gradient<'_>]) -> Result<(), String> {
         if self.count == 0 {
             let sums = |&(name, values): &Gradient<'_>| Sums {
@@ -80,10 +82,10 @@ impl Redraws {
         Ok(())
     }
 
-    /// Bias and variance of every tensor, then of all together, beside a reference's gradient.
+    /// Bias and variance of every tensor, then of all tensors together, relative to a reference's gradient.
     ///
     /// # Errors
-    /// The name of a tensor that is missing, or of another length, in the reference; without a redraw.
+    /// The name of a tensor that is missing from the reference or has another length; also an error if there is no redraw.
     pub fn decompose(&self, reference: &[Gradient<'_>]) -> Result<Vec<Decomposition>, String> {
         if self.count == 0 {
             return Err("there is no redraw".into());
@@ -98,7 +100,7 @@ impl Redraws {
         Ok(all)
     }
 
-    /// The mean of the redraws, tensor by tensor: a reference for others.
+    /// The mean of the redraws, tensor by tensor, which can serve as a reference for other gradients.
     #[must_use]
     pub fn mean(&self) -> Vec<(String, Vec<f32>)> {
         let count = self.count.max(1) as f64;

@@ -54,7 +54,7 @@ pub enum Spread {
     Unknown,
 }
 
-/// The cost of a study and the differences that it can resolve.
+/// The cost of a study, and the differences that the study can resolve.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
     /// The study's name.
@@ -67,14 +67,16 @@ pub struct Plan {
     pub seeds: usize,
     /// Number of comparisons within a configuration.
     pub family: usize,
-    /// Numbers of seeds, each with the smallest true difference that it resolves with probability [`POWER`]. The unit is per cent of the baseline's loss or, if the spread is
-    /// unknown, standard deviations of the differences. The planned number of seeds is included.
+    /// Numbers of seeds, each with the smallest true difference that this number of seeds resolves with probability [`POWER`]. The unit is
+    /// per cent of the baseline's loss or, if the spread is unknown, standard deviations of the differences. The planned number of seeds is
+    /// included.
     pub detectable: Vec<(usize, Option<f64>)>,
 }
 
 impl Plan {
     /// The plan of this study, given the rows that exist. `seconds_per_step` estimates a cell for which no row gives an estimate. `pilot` is the standard deviation of paired
-    /// differences in per cent, from another study's [`Results::pooled_sd`]; it is used if the rows give none.
+    /// differences in per cent, from another study's [`Results::pooled_sd`]; `pilot` is used if the rows do not give this standard
+    /// deviation.
     ///
     /// Detectable differences are those of a two-sided paired t test at level [`ALPHA`] / comparisons, the strictest step of Holm's correction.
     #[must_use]

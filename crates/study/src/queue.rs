@@ -104,8 +104,8 @@ impl Queue {
         Self { device: device.to_owned(), ..self }
     }
 
-    /// Whether another live process on this host runs a cell and may use the same device: then the speed and the energy of both runs are not
-    /// those of a run alone.
+    /// Whether another live process on this host runs a cell and may use the same device. If so, the speed and energy of both runs differ
+    /// from those of a run that has the device to itself.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -161,8 +161,8 @@ impl Queue {
         Ok(if running.is_empty() { Next::Done { blocked } } else { Next::Wait { running, branches } })
     }
 
-    /// Takes this cell, whether it has a row or not: a trunk is trained again where its checkpoint is not at hand. `None` if somebody else runs
-    /// it.
+    /// Claims this cell, whether or not it has a row, because a trunk without a local checkpoint must be trained again. `None` if another
+    /// process runs the cell.
     ///
     /// # Errors
     /// [`Error::Io`].

@@ -76,8 +76,8 @@ fn whole<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
 /// Combinations in which any two values of two lists occur together. The number of combinations is little larger than the number of pairs
 /// of the two longest lists. The result is deterministic.
 ///
-/// The algorithm is greedy. A combination starts with the first missing pair. From each other list, it adds the value that completes the
-/// most missing pairs; among equal values, it adds the value used least.
+/// The algorithm is greedy. A combination starts with the first missing pair. From each other list, the algorithm adds the value that
+/// completes the most missing pairs; if several values complete equally many, the algorithm adds the least used value.
 pub fn pairs<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     if N < 2 || lengths.contains(&0) {
         return whole(lengths);

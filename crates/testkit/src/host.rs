@@ -135,7 +135,7 @@ impl HostBlock {
         Self { format, axis, rule: ScaleRule::Rceil, rows, cols, stack: 1, codes, scales, tensor_scale: None }
     }
 
-    /// The same values with F32 scales, which are powers of two here.
+    /// The same values, with scales stored as F32; these F32 scales are powers of two.
     pub fn with_f32_scales(mut self) -> Self {
         let powers = ScalePlane { kind: self.format.scale_kind(self.rule), bytes: &self.scales };
         if powers.kind == ScaleKind::E8M0 {

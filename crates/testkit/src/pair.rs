@@ -137,7 +137,7 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         std::iter::once(&self.b).chain(&self.more)
     }
 
-    /// Cases compared so far, by this pair and its clones.
+    /// Number of cases that this pair and its clones have compared so far.
     pub fn cases(&self) -> usize {
         self.cases.load(Ordering::Relaxed)
     }

@@ -22,7 +22,7 @@ pub struct Dice {
 }
 
 impl Dice {
-    /// Dice with this seed; the same seed gives the same choices.
+    /// Creates a generator with this seed; the same seed gives the same choices.
     pub const fn new(seed: u64) -> Self {
         Self { stream: Stream::new(seed, Purpose::Data, 0, 0), drawn: 0 }
     }

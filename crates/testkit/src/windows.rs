@@ -14,12 +14,12 @@ pub struct Hiding {
 }
 
 impl Hiding {
-    /// Hiding by documents only.
+    /// The masks of documents, without a sliding window.
     pub const fn documents(documents: &'static [usize]) -> Self {
         Self { documents, window: None }
     }
 
-    /// Hiding by a sliding window only.
+    /// The mask of a sliding window, without documents.
     pub const fn window(window: usize) -> Self {
         Self { documents: &[], window: Some(window) }
     }

@@ -135,9 +135,9 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Runs a kernel that writes a tensor as the plan asks, keeps its counts, and converts the tensor to the plan's two representations.
-    /// `kernel` gets the form in which to write the tensor, and returns the tensor with whatever else it computes. A step that measures runs it
-    /// a second time, for the tensor before it is quantized.
+    /// Runs a kernel that writes a tensor in the plan's form, saves the kernel's counts, and converts the tensor to the plan's two
+    /// representations. `kernel` gets the form in which to write the tensor, and returns the tensor with the kernel's other results. A step
+    /// that measures quantization runs `kernel` a second time, to get the tensor before quantization.
     ///
     /// # Errors
     /// The errors of [`Precision::codec`], [`Cx::convert`] and `kernel`.
@@ -416,7 +416,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Keeps the counts of a kernel that quantizes its own result. Keeps nothing in a pass without a backward pass.
+    /// Saves the counts of a kernel that quantizes its own result. In a pass without a backward pass, no counts are saved.
     pub fn keep_counts(&self, layer: &str, tensor: &'static str, counts: Option<&Counts<B>>) {
         self.keep(
             CountSite { layer: layer.to_owned(), tensor, conversion: ChangeKind::Quantize },
@@ -425,7 +425,7 @@ impl<B: Kernels> Cx<'_, B> {
         );
     }
 
-    /// Keeps the counts of a quantization, and the magnitudes that the quantization found under delayed scaling.
+    /// Saves the counts of a quantization, and the magnitudes that the quantization found under delayed scaling.
     pub fn keep_quantized(
         &self,
         layer: &str,

@@ -32,7 +32,7 @@ pub struct Cx<'a, B: Kernels> {
     pub training: bool,
     /// This rank's tokens, in shards.
     pub shards: Shards<B>,
-    /// Which of their keys each query sees, and their documents.
+    /// The keys to which each query attends, and the documents of the tokens.
     pub sight: Sight<B>,
     /// In training, the device's count of steps and micro-batches: [`nibble_core::ops::Clock`].
     pub clock: Option<B::Buf<u32>>,
@@ -95,12 +95,12 @@ impl<'a, B: Kernels> Cx<'a, B> {
         }
     }
 
-    /// The same context in which queries see these keys.
+    /// The same context, in which queries attend to the keys of `sight`.
     pub fn with_sight(self, sight: Sight<B>) -> Self {
         Self { sight, ..self }
     }
 
-    /// Which keys each query sees in a layer with this sliding window: see [`Sight::windows`].
+    /// The keys to which each query attends in a layer with this sliding window: see [`Sight::windows`].
     pub fn windows(&self, window: Option<usize>, seq_len: usize) -> Result<Option<&Windows<B>>> {
         self.sight.windows(window, seq_len)
     }

@@ -277,9 +277,9 @@ pub fn remove_unfinished() {
     }
 }
 
-/// Opens a file that has an end. Refuses files that may never end, or that may block their reader forever: directories, devices, sockets
-/// and named pipes. Accepts a pipe without a name, such as a shell's `<(...)`, because such a pipe has a writer. Refuses a Git LFS pointer,
-/// because the file's actual contents are missing.
+/// Opens a file for reading, if the file has an end. Refuses files that may never end, or that may block their reader forever: directories,
+/// devices, sockets and named pipes. Accepts a pipe without a name, such as a shell's `<(...)`, because such a pipe has a writer. Refuses a
+/// Git LFS pointer, because the file's actual contents are missing.
 ///
 /// # Errors
 /// The error of the operating system, or the kind of object that is at the path instead of a file.

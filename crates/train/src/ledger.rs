@@ -24,7 +24,8 @@ pub struct Entry {
     pub buffer_id: u64,
 }
 
-/// All saved buffers. A buffer that several layers save is listed once per layer, but counted once.
+/// All saved buffers. A buffer that several layers save is listed once per layer, but its bytes are
+/// counted once.
 #[derive(Debug, Clone, Default)]
 pub struct Ledger {
     /// The entries in the order of the forward pass.
@@ -76,7 +77,7 @@ impl Ledger {
             .sum()
     }
 
-    /// A table of bytes by kind of layer (without its number), kind of tensor and format.
+    /// A table of bytes by layer (without the layer's number), kind of tensor, and format.
     pub fn table(&self) -> String {
         let mut sums: BTreeMap<(String, &str, String), (usize, usize)> = BTreeMap::new();
         for e in self.unique() {

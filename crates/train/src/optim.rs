@@ -26,7 +26,7 @@ use nibble_core::{DType, Data, Error, Kernels, MeshShape, Result};
 use std::ops::Range;
 
 /// The scalars of a step that the host computes: the learning rate, the bias corrections after `updates` earlier updates, and 1 /
-/// `counted`. `counted` is the number of targets that count, and is at least one.
+/// `counted`. `counted` is the number of targets in the loss, and is at least one.
 pub fn scalars(config: &TrainConfig, lr: f64, updates: u64, counted: u64) -> [f32; Control::FROM_HOST] {
     let bias = |beta: f64| (1.0 / (1.0 - power(beta, updates + 1))) as f32;
     [lr as f32, bias(config.beta1), bias(config.beta2), 1.0 / counted as f32]

@@ -33,7 +33,7 @@ use crate::config::{Balance, ModelConfig};
 use nibble_core::ops::{FindWindows, Windows};
 use nibble_core::{Error, Groups, Kernels, MeshShape, Result};
 
-/// The tokens that this rank holds of a micro-batch, in shards.
+/// This rank's tokens of a micro-batch, in shards.
 #[derive(Debug, Clone)]
 pub struct Shards<B: Kernels> {
     /// Number of shards on this rank.
@@ -92,17 +92,17 @@ impl<B: Kernels> Shards<B> {
         if balance == Balance::Sequence { self.sequences } else { self.local }
     }
 
-    /// Tokens on this rank.
+    /// Number of tokens on this rank.
     pub fn tokens(&self) -> usize {
         self.groups.capacity
     }
 }
 
-/// Which keys the queries of a batch see in a model's layers, in addition to the causal mask: documents that see only themselves
-/// (`data.document_mask`), and sliding windows.
+/// The keys to which the queries of a batch attend in a model's layers, in addition to the causal mask: the masks of documents
+/// (`data.document_mask`) and of sliding windows.
 #[derive(Debug, Clone)]
 pub struct Sight<B: Kernels> {
-    /// If documents are kept apart: for each token, the index within its sequence at which its document begins.
+    /// With document masking: for each token, the index within its sequence at which its document begins.
     pub starts: Option<B::Buf<i32>>,
     /// In layers without a sliding window; `None` if documents are not kept apart, or no layer needs it.
     full: Option<Windows<B>>,
@@ -118,11 +118,12 @@ impl<B: Kernels> Default for Sight<B> {
 }
 
 impl<B: Kernels> Sight<B> {
-    /// What queries see in this model's layers, in a batch of `tokens` tokens, in sequences of `seq_len`. `starts`: as in the result.
-    /// Windows of each kind are found once, and only if there are layers of that kind.
+    /// Computes the keys to which queries attend in this model's layers, in a batch of `tokens` tokens in sequences of `seq_len`
+    /// tokens. `starts` becomes the field `starts` of the result. The windows of each kind of layer are computed once, and only if
+    /// the model has such layers.
     ///
     /// # Errors
-    /// From the backend; if the tokens are not whole sequences.
+    /// Errors of the backend; an error if the tokens are not whole sequences.
     pub fn find(
         b: &B,
         model: &ModelConfig,
@@ -143,11 +144,11 @@ impl<B: Kernels> Sight<B> {
         Ok(Self { starts: starts.cloned(), full, sliding })
     }
 
-    /// The windows of a layer with this sliding window, if it has one, in sequences of `seq_len` tokens; `None` if a query sees its
-    /// sequence up to itself.
+    /// The windows of a layer with this sliding window (or without one), in sequences of `seq_len` tokens. `None` if every query
+    /// attends to all keys of its sequence up to its own.
     ///
     /// # Errors
-    /// If the layer has a window that hides keys, and none was found.
+    /// An error if the layer has a window that hides keys, but no such windows were computed.
     pub fn windows(&self, window: Option<usize>, seq_len: usize) -> Result<Option<&Windows<B>>> {
         match (window, &self.sliding) {
             (Some(window), Some(sliding)) if window < seq_len => Ok(Some(sliding)),
@@ -175,11 +176,11 @@ pub enum Spans {
 /// Numbers of spans on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SpanCounts {
-    /// Shards of a micro-batch.
+    /// Number of shards of a micro-batch.
     pub shards: usize,
-    /// Experts of a layer.
+    /// Number of experts of a layer.
     pub experts: usize,
-    /// Parts of an expert's rows.
+    /// Number of parts of an expert's rows.
     pub expert_parts: usize,
 }
 

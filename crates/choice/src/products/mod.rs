@@ -20,7 +20,7 @@ use nibble_core::ops::{Factor, Numbers, ProductDesc, ProductDims, Ragged, Stored
 use nibble_core::{DType, DeviceKind, Grouping};
 use std::fmt;
 
-/// Number of values that a thread sums at a time. Rows of such sums are multiples of this number.
+/// Number of values that a thread sums at a time. The length of a row of such sums is a multiple of this number.
 pub const SUMMED_UNIT: usize = 4;
 
 /// The path of a product: the conversions of its operands, and the cores that multiply them.

@@ -367,8 +367,8 @@ impl TensorCoreConfig {
         Err(Error::shape("grouped_product", "config", self.to_string(), expected))
     }
 
-    /// Checks the instance against the product: whether it can mix tiles, and whether `adds` is possible for the type of D and the output
-    /// buffers, which cycle through a tile's parts of D (the device's `Stores`).
+    /// Checks the instance against the product: whether the instance can mix tiles, and whether `adds` is possible for the type of D and
+    /// for the output buffers. The output buffers cycle through a tile's parts of D (the device's `Stores`).
     pub fn check_for(&self, desc: &TensorCoreProduct) -> Result<()> {
         if self.order == Order::Mixed && !Self::can_mix(desc) {
             let expected = "full tiles, but for several groups of rows in E4M3 with a scale a tile of B";

@@ -40,16 +40,16 @@ use std::sync::Arc;
 /// A change of a recipe for some layers, in a part of the run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Override {
-    /// Selections of layers; a layer must be in at least one of them.
+    /// Selections of layers; the override applies to layers that are in at least one of the selections.
     pub layers: Vec<Layers>,
     /// Kinds of layers: the layer's name must contain one of these components (`q_proj`, `mlp`, `experts`, `lm_head`). An empty list
     /// selects all kinds.
     pub kinds: Vec<String>,
-    /// Whether a model without such layers is accepted.
+    /// Whether a model is accepted that has none of the selected layers.
     pub optional: bool,
-    /// The part of the run.
+    /// The steps in which the override applies.
     pub steps: Steps,
-    /// Beginnings of the keys that it may set; none: all.
+    /// The products (`fprop`, `saved`, …) whose keys the override may set; `None` means all keys.
     pub products: Option<Vec<String>>,
     /// The settings, by kind of layer.
     pub set: Vec<(LayerKind, Setting)>,
@@ -111,7 +111,7 @@ pub struct Recipe {
     pub overrides: Vec<Override>,
     /// The sizes of the run that uses the recipe, if they are known.
     pub run: Option<RunSize>,
-    /// What the products of the model's layers contract, if the model is known ([`Recipe::with_widths`]).
+    /// The contraction lengths of the products of the model's layers, if the model is known ([`Recipe::with_widths`]).
     pub widths: Option<Arc<Widths>>,
 }
 
@@ -162,7 +162,7 @@ impl Recipe {
     /// Like [`Recipe::parse`], with `named` for the recipes that `extends` and `set.recipe` name, instead of [`Recipe::builtin`].
     ///
     /// # Errors
-    /// As [`Recipe::parse`]; a [`Error::Recipe`] of `named` is reported at the key that names the recipe.
+    /// The errors of [`Recipe::parse`]. An [`Error::Recipe`] of `named` is reported at the key that names the recipe.
     pub fn parse_with(name: &str, text: &str, named: &dyn Fn(&str) -> Result<Self>) -> Result<Self> {
         let recipe = parse::parse(name, text, named)?;
         validate::validate(&recipe)?;
@@ -262,7 +262,7 @@ impl Recipe {
         plans
     }
 
-    /// Every section of these layers over a run as written, with overrides, each checked.
+    /// Every section that these layers have during a run, as written in the recipe and its overrides. Each section is checked.
     ///
     /// # Errors
     /// [`Error::Recipe`] for an override that matches no layer, depends on a run whose sizes are unknown, or sets a site that none of its

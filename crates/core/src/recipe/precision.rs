@@ -170,7 +170,7 @@ impl Setting {
         }
     }
 
-    /// The part of the key before the dot.
+    /// The part of the setting's key before the dot.
     pub fn product(&self) -> &'static str {
         match self {
             Self::Site(site, _) => site.product(),
@@ -178,7 +178,7 @@ impl Setting {
         }
     }
 
-    /// The precision of a site's setting.
+    /// The precision, if the setting sets the precision of a site.
     pub fn precision(&self) -> Option<&Precision> {
         match self {
             Self::Site(_, precision) => precision.as_ref(),

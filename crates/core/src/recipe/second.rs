@@ -35,7 +35,7 @@ impl Section {
 }
 
 impl Recipe {
-    /// Every tensor that is quantized from a quantized tensor: those of the recipe, and those of each override applied alone.
+    /// Every tensor that is quantized from a quantized tensor, under the recipe and under each override alone.
     pub fn requantizations(&self) -> Vec<String> {
         let of = |sections: &dyn Fn(LayerKind) -> Section| -> Vec<String> {
             LayerKind::ALL.into_iter().flat_map(|kind| sections(kind).requantizations(kind)).collect()

@@ -9,9 +9,9 @@ use std::fmt;
 /// The sizes of a run that selections depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RunSize {
-    /// Decoder layers of the model.
+    /// Number of decoder layers of the model.
     pub decoder_layers: usize,
-    /// Steps of the run.
+    /// Number of optimizer steps of the run.
     pub steps: u64,
 }
 
@@ -225,7 +225,7 @@ impl Override {
         self.steps.fractions(run).is_some_and(|(from, to)| (from..to).contains(&progress))
     }
 
-    /// Its layers in words: `last:15%, of these self_attn`.
+    /// The layers of the override in words: `last:15%, of these self_attn`.
     #[must_use]
     pub fn whose(&self) -> String {
         let layers = self.layers.iter().map(Layers::to_string).collect::<Vec<_>>().join(", ");

@@ -4,11 +4,11 @@ use super::{Layer, LayerKind, Product, Recipe, Section, Setting, Transform};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// How many numbers fprop, dgrad and wgrad of a layer's weights contract, in the order of [`Product::ALL`]: the greatest common divisor over
-/// the layer's weights. 0 stands for a number that every transform divides.
+/// The contraction lengths of a layer's fprop, dgrad and wgrad, in the order of [`Product::ALL`]. Each length is the greatest common
+/// divisor over the layer's weights. 0 stands for a length that every transform divides.
 pub type Contracted = [usize; Product::ALL.len()];
 
-/// What the products of a model's layers contract, by the name of the layer.
+/// The contraction lengths of the products of a model's layers, by the name of the layer.
 pub type Widths = BTreeMap<String, Contracted>;
 
 /// A product of a layer in which a recipe's transform is shortened or left out.
@@ -20,30 +20,31 @@ pub struct Shortened {
     pub layer: String,
     /// The product.
     pub product: Product,
-    /// How many numbers the product contracts, as in [`Contracted`].
+    /// The contraction length of the product, as in [`Contracted`].
     pub contracted: usize,
     /// The length of the recipe's transform.
     pub from: usize,
-    /// The length of the layer's transform; `None` if it has none.
+    /// The length of the layer's transform; `None` if the layer has no transform.
     pub to: Option<usize>,
 }
 
 impl Recipe {
-    /// The recipe for a model with these widths. Where a transform does not divide what its product contracts, [`Recipe::section`] has the
-    /// longest shorter one that does ([`Transform::fitted`]). If there is none, the product has no transform, and its operands no
-    /// `correction`, which is unbiased only under one. [`Recipe::to_toml`] writes what was read, whatever the widths.
+    /// The recipe for a model with these widths. If a transform's length does not divide the contraction length of its product,
+    /// [`Recipe::section`] returns the longest shorter transform whose length does ([`Transform::fitted`]). If there is no such transform,
+    /// the product has no transform, and its operands have no `correction`, because a correction is unbiased only under a transform.
+    /// [`Recipe::to_toml`] writes the recipe as it was read, whatever the widths.
     #[must_use]
     pub fn with_widths(self, widths: Widths) -> Self {
         Self { widths: Some(Arc::new(widths)), ..self }
     }
 
-    /// The recipe for a model whose widths its transforms divide.
+    /// The recipe for a model whose widths are multiples of the recipe's transform lengths.
     #[must_use]
     pub fn without_widths(self) -> Self {
         Self { widths: None, ..self }
     }
 
-    /// Whether a layer's widths may matter: whether fprop or dgrad of any layer has a transform at any point of a run.
+    /// Whether the recipe depends on a layer's widths: whether fprop or dgrad of any layer has a transform at any point of a run.
     pub fn transforms_widths(&self) -> bool {
         let of_base = LayerKind::ALL.into_iter().flat_map(|kind| self.of(kind).settings(kind));
         let of_overrides = self.overrides.iter().flat_map(|o| o.set.iter().map(|(_, setting)| *setting));
@@ -52,7 +53,7 @@ impl Recipe {
         of_base.chain(of_overrides).any(by_width)
     }
 
-    /// The transforms that these layers have not as the recipe says, at any point of a run; each once.
+    /// The transforms of the recipe that are shortened or left out in these layers, at any point of a run. Each transform is listed once.
     pub fn shortened(&self, layers: &[Layer]) -> Vec<Shortened> {
         let mut all = Vec::new();
         for Layer { kind, name, .. } in layers {
@@ -88,8 +89,9 @@ impl Recipe {
 }
 
 impl Transform {
-    /// The transform for a product that contracts this many numbers: this one if it divides them, otherwise the longest shorter one that
-    /// does, with the same signs' source; `None` if none does.
+    /// The transform for a product with this contraction length. The result is this transform if its length divides the contraction
+    /// length; otherwise the longest shorter transform whose length does, with signs from the same source. `None` if there is no such
+    /// transform.
     #[must_use]
     pub fn fitted(self, contracted: usize) -> Option<Self> {
         let lengths = nibble_formats::hadamard::LENGTHS.into_iter().rev();

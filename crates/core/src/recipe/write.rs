@@ -7,7 +7,7 @@ use std::fmt::{self, Write};
 use toml::Value;
 
 impl Recipe {
-    /// The whole recipe as a file that does not refer to another recipe. [`Recipe::parse`] reads the same recipe from it.
+    /// The whole recipe as a file that does not refer to another recipe. [`Recipe::parse`] reads the same recipe from this file.
     pub fn to_toml(&self) -> String {
         let mut out = format!(
             "description = {}\nactivations = \"{}\"\n",

@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Sends the posts of this process's rank to the ranks of other processes. The first failure must reach every rank before any later message
-/// of a rank that knows of it. Otherwise a rank would report that later message as the cause.
+/// of a rank that knows of the failure. Otherwise a rank would report that later message as the cause.
 pub trait Link: Debug + Send + Sync {
     /// Sends the bytes for world rank `to` in collective number `number` of a circle (a group of ranks). The call does not block.
     fn send(&self, to: usize, circle: usize, number: usize, call: &str, bytes: &[u8]);

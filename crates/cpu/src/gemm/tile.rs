@@ -17,7 +17,7 @@ pub(super) struct Tile {
     pub a: *const u32,
     /// Panel of B, `[units][vectors · lanes]`.
     pub b: *const u32,
-    /// Number of units of this part of the contraction.
+    /// Number of units (of 32 bits per row) of this part of the contraction.
     pub units: usize,
     /// The tile's results, row-major.
     pub out: *mut f32,

@@ -1,6 +1,6 @@
-// Plain numbers, eight adjacent values at a time: BF16 and F32. Each struct has
+// Eight adjacent BF16 or F32 values at a time. Each struct has
 //   Eight                 eight values as loaded from memory
-//   Magnitudes            the largest |x| of each of eight columns, as bits that sort as integers like the magnitudes
+//   Magnitudes            the largest |x| of each of eight columns, as bits whose integer order is that of the magnitudes
 //                         (NaN above infinity above all finite values)
 //   number                loads one value from memory, as F32
 //   block_maxima          the largest |x| along the row, over adjacent groups of eight values and over lanes, as F32 bits

@@ -2,31 +2,31 @@
 //   Element      its element type (small_elements.cuh)
 //   kBlock       values per scale record: 16, 32, 64 or 128
 //   kPart        values per part of a block: the largest magnitude of each part is measured, and each part has its own factor.
-//                Parts smaller than blocks have less than 16 values, in blocks of 64, or 16 values, in blocks of 128
+//                Parts smaller than their block have fewer than 16 values (in blocks of 64) or 16 values (in blocks of 128)
 //   kScaleBytes  bytes of a record: 0, 1, 4 or 8. Records of 4 bytes exist only in blocks of 64 or 128; they are F32 unless blocks
 //                have parts, and padding has the least scale
 //   kPartBits    only with parts of 16: bits per part in the record; the first part's bits follow the lowest byte
 //   kLine        whether a whole row or column has one record instead of one record per block
 //   kTensor      whether all blocks of a tensor share a second scale
 //   kTiles       whether 2-D blocks (kBlock x kBlock) are supported
-//   kSquares     whether the lines of a 2-D block (kBlock x kBlock) share scales, and each line has a record: true only in Squared<..>
-//   refine_in_square  only where blocks have parts: `refine` with the largest magnitudes of the squares that share a scale
+//   kSquares     whether the rows (or columns) of a 2-D block share scales, but have separate records: true only in Squared<..>
+//   refine_in_square  only if blocks have parts: `refine` from the largest magnitudes of the square sub-blocks that share a scale
 //   scale        maps the bits of a block's largest magnitude to its record and the factor for its values
 //   refine       only if blocks have parts: the record's bits for some parts (doublings, or scales), and the factors for these parts
 //   multiplier   the factor for the codes of a part when they are decoded
 //   kLimits      whether BF16 values are clamped before they are encoded, two at a time
-//   limit        the bound of that clamp under a scale: the element's largest value times the scale, which is a BF16 number
+//   limit        the bound of the kLimits clamp under a scale: the element's largest value times the scale; a BF16 number
 //   encode       sixteen values to packed codes; returns whether any code is not zero. kWithin: the values are BF16 numbers, and
 //                clamped if the format has kLimits and the rounding is to nearest
 //   has_pairs    whether two rows or columns of BF16 values are encoded together under a rounding mode, as in Hif4
 //   has_table    whether BF16 values are encoded two at a time, with a table entry per scale byte, as in Nvfp4Block,
 //                with the `bytes_of` and `pair_code` that table_encoder.cuh calls
 //   kChosen      whether scales are chosen by ScalingArg: true only in Chosen<..>. Only Chosen<..> uses the members below
-//   kThresholds  whether `refine` also takes the thresholds of doublings
+//   kThresholds  whether `refine` also takes the thresholds from which a part doubles its scale
 //   kCorrection  whether records of blocks of 16 may be `corrected` after rounding (Nvfp4); `scale` takes the largest value's multiplier
 //   kCandidates  whether blocks of 16 choose between two scales: scale<true> maps the largest magnitude to 4, not 6, and `lost` compares them,
 //                as in Nvfp4Codes
-// A block with a NaN or an infinity has a record whose inverse is NaN, and its codes are zeros. This interface is the twin of
+// A block with a NaN or an infinity has zero codes and a record whose inverse is NaN. This interface is the twin of
 // crates/formats/src/block.rs.
 //
 // A source line NIB_UNIT_FORMAT(format, scale rule, struct, roundings..) declares the struct for a format. This crate's build script reads
@@ -35,7 +35,7 @@
 //   scale rule   the rule of crates/formats/src/e8m0.rs for this struct; AnyOther: all rules that no earlier line names for the format
 //   struct       a struct in the namespace nib, or an alias of one
 //   roundings    NearestEven, NearestAway, Stochastic: the rounding modes with their own instances of quantize_units. All other modes share one,
-//                kAnyRounding. A format with faster kernels for the common cases needs few instances, or none, of its own.
+//                kAnyRounding. A format whose common cases have faster kernels needs few such instances, or none.
 //                Where scales may be chosen (ScalingArg), two more instances, of Chosen<struct>, handle every rounding mode.
 #pragma once
 #include "formats/small_elements.cuh"

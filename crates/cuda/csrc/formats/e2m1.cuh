@@ -45,7 +45,7 @@ struct E2m1 {
             const float scale_a = __fmul_rn(inverse_of(inverse, first), 6.103515625e-05f);
             const float scale_b = __fmul_rn(inverse_of(inverse, first + 2), 6.103515625e-05f);
             half[i] = ptx::f16x2_from_f32(__fmul_rn(Bf16::value(x, first), scale_a), __fmul_rn(Bf16::value(x, first + 2), scale_b));
-            // Half a step less one, plus one if the code below is odd.
+            // The addend is half a step minus 1, plus 1 if the lower code is odd.
             half[i] += 0x00FF00FF + (half[i] >> 9 & 0x00010001);
         }
         return pack_halves<kExceeds>(half);

@@ -7,7 +7,7 @@
 
 namespace nib {
 
-/// Common base of both elements; `Element::pair` rounds two values.
+/// Common base of E4M3 and E5M2; `Element::pair` rounds two values.
 template <class Element>
 struct Fp8 {
     static constexpr int kBlock = 128;

@@ -1,5 +1,5 @@
-// FP8 with one scale per block of 128, per row or column, or per tensor. Scales per row or column
-// and per tensor are the twins of crates/formats/src/fp8.rs.
+// FP8 with one scale per block of 128, per row or column, or per tensor. The code for scales per
+// row, per column and per tensor is the twin of crates/formats/src/fp8.rs.
 #pragma once
 #include "formats/block_format.cuh"
 

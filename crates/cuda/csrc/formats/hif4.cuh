@@ -1,6 +1,6 @@
-// HiFloat4: signed quarters in blocks of 64 with an E6M2 scale. Each eighth of the block (8 values) may double the
-// scale, and each sixteenth (4 values, a part) may double it once more. This file is the twin of
-// crates/formats/src/hif4.rs. kCann: Ascend's convention.
+// HiFloat4: signed multiples of 1/4 in blocks of 64 with an E6M2 scale. Each eighth of the block (8 values) may
+// double the scale, and each sixteenth (4 values, a part) may double it once more. This file is the twin of
+// crates/formats/src/hif4.rs. kCann selects Ascend's convention.
 #pragma once
 #include "formats/block_format.cuh"
 #include "ptx/types.cuh"
@@ -52,8 +52,8 @@ struct Hif4 {
         return octaves;
     }
 
-    /// `refine` for four parts of a line of a 2-D block. `amax`: the largest magnitudes of the four 4 x 4 blocks; `eighth`: those of the two
-    /// 8 x 8 blocks.
+    /// `refine` for four parts of a row or column of a 2-D block. `amax`: the largest magnitudes of the four 4 x 4 blocks;
+    /// `eighth`: the largest magnitudes of the two 8 x 8 blocks.
     __device__ __forceinline__ static u32 refine_in_square(float inverse, const u32 (&amax)[4], const u32 (&eighth)[2], int first, float (&factor)[4],
                                                            float high = 4.0f, float low = 2.0f) {
         u32 octaves = 0;

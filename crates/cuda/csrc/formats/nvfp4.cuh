@@ -41,8 +41,8 @@ struct Nvfp4Codes : OneFactor<SixteenE2m1> {
         return __fsub_rn(__fadd_rn(fminf(x, 6.0f), far), far);
     }
 
-    /// A scale byte is rounded, so a quotient may exceed the largest code. So kWithin is never
-    /// true.
+    /// Because a scale byte is rounded, a quotient may exceed the largest code; so kWithin is
+    /// never true.
     template <int kRound, bool kWithin, int kFactors, class Decide>
     __device__ __forceinline__ static bool encode(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[2], const Decide& decision) {
         return OneFactor<SixteenE2m1>::encode<kRound, false>(x, factor, words, decision);

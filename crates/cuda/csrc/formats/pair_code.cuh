@@ -35,7 +35,7 @@ __device__ __forceinline__ u32 pack_columns(const u32* row, const u32 (&magnitud
 /// the quotient x / scale.
 struct PairCode {
     u32 factor_below;
-    u32 limit;  // upper bound of a magnitude's bits plus `below`, reached by the largest code
+    u32 limit;  // upper bound of a magnitude's bits plus `below`; the largest code reaches it
 
     /// The parameters for values of two blocks, one block in each half of a word. For adjacent values of a
     /// row both halves hold the same block.

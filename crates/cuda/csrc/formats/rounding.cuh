@@ -16,7 +16,7 @@
 //   transposes the codes (`turn_8x8`). Where both row blocks and column blocks are written, they share the random bits.
 // * bits<kAligned>: cols is a multiple of 8. NearestEven and NearestAway need no random bits; `Bits` is then empty.
 // * Whether a block has a non-zero code: `Round::reaches<E>(largest |x| · inverse)` if Round::kDraws is false. If Round::kDraws is true,
-//   only the codes tell: E::any(codes) over the threads of the block.
+//   the codes must be tested: E::any(codes) over the threads of the block.
 // * x · inverse is the F32 product of the specification. Under a NaN scale the codes are undefined.
 //
 // A product is scaled by a power of two so that the smallest normal numbers of the element and of F32 coincide, and then rounded
@@ -32,8 +32,8 @@
 
 namespace nib {
 
-/// The parameters of a rounding besides its mode; the launch code builds them in `RoundingArg` in
-/// src/launch/args.rs.
+/// The parameters of a rounding mode; the launch code builds them as `RoundingArg`
+/// (src/launch/args.rs).
 struct RoundingArg {
     Stream stream;
     u32 delta_q16;       // the half width of dither, times 2^16

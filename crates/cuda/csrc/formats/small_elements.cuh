@@ -20,7 +20,7 @@ constexpr int kNearestEven = 0;
 constexpr int kNearestAway = 1;
 constexpr int kStochastic = 2;
 constexpr int kDither = 3;
-/// As a template argument: the rounding mode is known only at run time.
+/// This template argument says that the rounding mode is known only at run time.
 constexpr int kAnyRounding = 4;
 
 /// How one value is rounded, if the mode is known only at run time.

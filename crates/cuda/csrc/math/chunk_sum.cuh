@@ -1,6 +1,6 @@
 // Sums in F64 in the order of the CPU, so that the result has the same bits. Values are divided into chunks of 4096. A
-// chunk has 16 partial sums. Each adds every 16th value in order; then the partial sums are added 8, 4, 2 and 1 apart.
-// A tree over neighbours adds the chunks' sums, ((0+1)+(2+3))...; a node without a right neighbour moves up unchanged.
+// chunk has 16 partial sums. Each partial sum adds every 16th value in order; then the partial sums are added 8, 4, 2 and 1
+// apart. A tree over neighbours adds the chunks' sums, ((0+1)+(2+3))...; a node without a right neighbour moves up unchanged.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -1,7 +1,7 @@
 // Random bits by Philox4x32-10 with the counters of crates/formats/src/philox.rs. The bits are a pure function of
-// seed, stream and index, so they depend neither on the launch nor on the thread that computes them. A thread that
-// holds eight adjacent columns calls it once: one block of 128 bits gives each column sixteen bits, if the index of
-// the first element is a multiple of eight.
+// seed, stream and index, so they depend neither on the launch nor on the thread that computes them. A thread with
+// eight adjacent columns needs one block: a block of 128 bits gives each column sixteen bits, if the index of the
+// first element is a multiple of eight.
 #pragma once
 #include "ptx/thread.cuh"
 #include "ptx/types.cuh"
@@ -38,7 +38,7 @@ struct Stream {
         return stream;
     }
 
-    /// Values shared by blocks whose numbers differ only in the low word: half of the second round.
+    /// Half of the state after the second round. Blocks whose numbers differ only in the low word share it.
     struct High {
         u32 c2, c3;
     };

@@ -11,7 +11,7 @@ namespace nib {
 /// constant.
 struct SigmoidTable {
     static constexpr u32 kLow = 0x3300;   // 2^-25: sigmoid is 0.5 for smaller magnitudes of either sign
-    static constexpr u32 kHigh = 0x42D0;  // 104: sigmoid is 1 from there on, and 0 for negative numbers
+    static constexpr u32 kHigh = 0x42D0;  // 104: sigmoid is 1 from 104 on, and 0 from -104 down
     static constexpr int kEntries = kHigh - kLow + 1;
 
     static constexpr int kRoom = 0x4000;

@@ -33,7 +33,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// The version of NCCL that is used, or why NCCL cannot be used. The first call searches for NCCL and
-/// loads it.
+/// loads the library.
 ///
 /// # Errors
 /// The error is a sentence that says what is missing.

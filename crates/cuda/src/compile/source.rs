@@ -13,8 +13,8 @@ pub const EMBEDDED: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/embedd
 /// comes from the same declarations, so `NIBBLE_CSRC` must not replace this file.
 const GENERATED: &str = "formats/all.cuh";
 
-/// A set of sources: the embedded sources, those of a directory (`NIBBLE_CSRC`), or those of a
-/// test.
+/// A set of sources: the embedded sources, the sources in a directory (`NIBBLE_CSRC`), or the
+/// sources of a test.
 #[derive(Debug, Clone)]
 pub struct Sources {
     files: BTreeMap<String, Cow<'static, str>>,

@@ -43,7 +43,7 @@ impl Event {
         self.device.stream().is_ok() && unsafe { result::event::query(self.event) }.is_ok()
     }
 
-    /// Milliseconds from `earlier` to this event; waits until the device has passed it.
+    /// Milliseconds from `earlier` to this event; waits until the device has passed this event.
     ///
     /// # Errors
     /// [`nibble_core::Error::Device`], including for an event that was never recorded.

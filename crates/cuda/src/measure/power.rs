@@ -32,7 +32,7 @@ impl Meter {
         meter.look().map(|_| meter)
     }
 
-    /// Takes one reading now.
+    /// Reads the power and the clock now.
     pub fn look(&self) -> Option<Draw> {
         let device = self.nvml.device_by_uuid(self.uuid.as_str()).ok()?;
         let sm_mhz = device.clock_info(Clock::SM).ok()?;

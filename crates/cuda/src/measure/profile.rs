@@ -18,8 +18,7 @@ pub struct OpTime {
 
 impl Cuda {
     /// Runs `work`, waits for it, and returns the time of each of its operations on the device, in order. The times are
-    /// those of a busy device only if the device lags behind the host throughout; to ensure this, issue long work
-    /// first.
+    /// those of a busy device only if the device always has issued work left; to ensure this, issue long work first.
     ///
     /// # Errors
     /// The error of `work`; [`nibble_core::Error::Device`] from the events.

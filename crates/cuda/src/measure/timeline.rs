@@ -14,7 +14,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 #[derive(Debug, Clone, PartialEq)]
 pub struct Span {
     /// The operation that launched the activity, and the kernel's name. For a memset or a copy, both
-    /// are its kind.
+    /// names are the kind of the activity.
     pub what: Launched,
     /// When the activity started, in nanoseconds of the device's clock.
     pub start_ns: u64,

@@ -91,8 +91,8 @@ impl Stopwatch {
     }
 
     /// The median time of single calls in milliseconds, with the L2 flushed before each call. The flush also hides launch
-    /// latency: it is repeated for as long as the host takes to issue a call. So a call with many launches is timed as the
-    /// device runs them.
+    /// latency: the flush is repeated for as long as the host takes to issue a call. So a call with many launches is timed
+    /// as the device runs them.
     pub fn burst_ms(&self, mut call: impl FnMut() -> Result<()>) -> Result<f32> {
         // The call is made twice first, because the first call compiles kernels and grows the pool.
         call()?;

@@ -44,9 +44,9 @@ impl Verdict {
 /// The comparison of one kind of loss.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Measure {
-    /// Seeds, in the study's order, each with the relative difference of the losses in per cent: 100 · (L_recipe / L_baseline − 1). The differences are relative losses of equation
-    /// 4 in
-    /// *HiFloat4 Format for Language Model Pre-training on Ascend NPUs* (arXiv 2604.08826).
+    /// Seeds, in the study's order, each with the relative difference of the losses in per cent: 100 · (L_recipe / L_baseline − 1). The
+    /// differences are the relative losses of equation 4 in *HiFloat4 Format for Language Model Pre-training on Ascend NPUs* (arXiv
+    /// 2604.08826).
     pub differences: Vec<(u64, f64)>,
     /// Mean and spread of the differences, in per cent.
     pub paired: Option<Paired>,
@@ -59,7 +59,8 @@ pub struct Measure {
     pub detectable: Option<f64>,
 }
 
-/// The spread of pairs over all recipes of a configuration. With few seeds, this estimate is much more precise than that of one recipe.
+/// The spread of pairs over all recipes of a configuration. With few seeds, this estimate is much more precise than an estimate for one
+/// recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Pooled {
     /// Standard deviation of the paired differences of training losses, in per cent.
@@ -79,9 +80,9 @@ pub struct Counts {
     pub pairs: usize,
     /// Number of seeds for which the run of this recipe diverged.
     pub diverged: usize,
-    /// Number of other seeds for which the baseline's run diverged.
+    /// Number of seeds for which the baseline's run diverged and the run of this recipe did not.
     pub baseline_diverged: usize,
-    /// Number of other seeds for which a run failed.
+    /// Number of seeds for which one of the two runs failed and none diverged.
     pub failed: usize,
     /// Number of remaining seeds, for which a run of the pair is missing.
     pub not_run: usize,
@@ -94,7 +95,8 @@ pub struct Comparison {
     pub recipe: String,
     /// The numbers of finished and missing pairs.
     pub counts: Counts,
-    /// Comparison of the training loss, the mean over the last tenth of the steps. The verdict on the recipe is that of this measure.
+    /// Comparison of the training loss, the mean over the last tenth of the steps. The verdict on the recipe is the verdict of this
+    /// measure.
     pub training: Measure,
     /// Comparison of the held-out loss at the last step at which both runs of a pair were evaluated. The p-values of the held-out loss are corrected separately.
     pub held_out: Measure,

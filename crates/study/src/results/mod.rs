@@ -63,7 +63,7 @@ pub struct CellState {
     /// Seconds that the run took.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seconds: Option<f64>,
-    /// Joules per token, where the device reports its power.
+    /// Joules per token, if the device reports its power.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub joules_per_token: Option<f64>,
 }

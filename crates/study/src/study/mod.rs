@@ -99,7 +99,7 @@ pub struct Study {
 }
 
 impl Study {
-    /// Reads a study file. `catalog` resolves the names in it.
+    /// Reads a study file. `catalog` resolves the names in the file.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read; the errors of [`Study::parse`].

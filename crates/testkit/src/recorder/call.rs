@@ -107,7 +107,7 @@ impl<B: Backend> Call<'_, B> {
         self
     }
 
-    /// Seals an argument that the operation reads.
+    /// Registers an argument that the operation reads.
     pub fn reads<X: Over<A = Recorder<B>, On<Recorder<B>> = X>>(&mut self, x: &X) -> Result<X> {
         x.mapped(&mut Seal { cells: &mut self.op.reads, tensors: &mut self.op.tensors[0] })
     }
@@ -117,12 +117,12 @@ impl<B: Backend> Call<'_, B> {
         self.op.inside.extend(forms);
     }
 
-    /// Declares the arguments that the operation quantizes internally. Returns the argument whose quantization it must skip.
+    /// Declares the arguments that the operation quantizes internally. Returns the argument whose quantization the operation must skip.
     pub fn not_quantized(&self, inside: &[(&'static str, Form)]) -> Option<&'static str> {
         self.recorder.shared.defects.not_quantized(self.op.name, inside)
     }
 
-    /// Seals an argument that the operation writes in place; the buffer is copied first if another handle shares it.
+    /// Registers an argument that the operation writes in place. If another handle shares the buffer, the buffer is copied first.
     pub fn writes<W: Written<B>>(&mut self, x: &mut W) -> Result<W> {
         x.make_own(self.recorder)?;
         let output = x.output();

@@ -132,8 +132,8 @@ impl<B: Backend> Recorder<B> {
         Self::with(inner, Mode::Eager)
     }
 
-    /// A recorder that records each operation separately and replays it. Tests of single operations use it to compare recorded operations
-    /// with immediate ones.
+    /// A recorder that records each operation separately and replays it. Tests of single operations use such a recorder to compare
+    /// recorded operations with operations that run immediately.
     pub fn replaying(inner: B) -> Self {
         Self::with(inner, Mode::EachReplayed)
     }

@@ -123,7 +123,7 @@ impl Index {
         }
     }
 
-    /// Adds to an error about a file that the index names this file.
+    /// Adds this index file to the message of an error about a file that the index names.
     pub fn told(&self, error: Error) -> Error {
         match error {
             Error::Checkpoint { path, why } => {

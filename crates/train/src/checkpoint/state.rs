@@ -21,7 +21,7 @@ const LAYOUT: u32 = 2;
 pub struct Position {
     /// Number of completed optimizer steps, which is also the index of the next step.
     pub step: u64,
-    /// Number of completed steps that had no target and changed nothing. AdamW's bias corrections do not count these steps.
+    /// Number of completed steps whose batch had no target, so that no weight changed. AdamW's bias corrections do not count these steps.
     #[serde(default, skip_serializing_if = "is_default")]
     pub passed_over: u64,
     /// Number of tokens of the completed steps.

@@ -34,7 +34,7 @@ pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
     }
 }
 
-/// The files that [`load_recipe`] reads: a recipe file, and the recipe files that it names. None for a built-in recipe.
+/// The files that [`load_recipe`] reads: a recipe file, and the recipe files that it names. The list is empty for a built-in recipe.
 #[must_use]
 pub fn recipe_files(name_or_path: &str) -> Vec<PathBuf> {
     recipe_file::files_of(name_or_path)
@@ -75,8 +75,8 @@ pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
 /// Checks that a configuration and a recipe fit each other.
 ///
 /// # Errors
-/// For uncountable sizes, an override without matching layers, a batch that the recipe's blocks do not divide, or a `train.combine` that
-/// quantized rows do not allow.
+/// An error for sizes that overflow, an override without matching layers, a batch that the recipe's blocks do not divide, or a
+/// `train.combine` that quantized rows do not allow.
 pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
     check_sizes(config)?;
     check_blocks(config, recipe)?;

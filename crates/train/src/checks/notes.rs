@@ -7,8 +7,8 @@ use crate::spec::{ModelSpec, ParamSpec, Part};
 use nibble_core::recipe::{Contracted, Layer, LayerKind, Passes, Shortened, Widths};
 use nibble_core::{DType, Recipe};
 
-/// The recipe as a run of this configuration follows it: its selections know the run's layers and steps, and its transforms the model's
-/// widths ([`Recipe::with_widths`]).
+/// The recipe for a run of this configuration. Its selections use the run's numbers of layers and steps, and its transforms fit the
+/// model's widths ([`Recipe::with_widths`]).
 #[must_use]
 pub fn for_run(config: &Config, recipe: Recipe) -> Recipe {
     recipe.in_run(config.run_size()).with_widths(widths(&ModelSpec::new(&config.model)))
@@ -30,7 +30,7 @@ fn common_divisor(a: usize, b: usize) -> usize {
     if b == 0 { a } else { common_divisor(b, a % b) }
 }
 
-/// All that a user of this recipe and this configuration should know before a run, one line each.
+/// Messages for the user before a run with this recipe and this configuration, one line each.
 #[must_use]
 pub fn notes(config: &Config, recipe: &Recipe) -> Vec<String> {
     let layers = ModelSpec::new(&config.model).recipe_layers();

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What a layer's queries see of their document, as a configuration names it.
+/// The keys of their document to which a layer's queries attend, as named in a configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LayerAttention {

@@ -151,7 +151,8 @@ impl Config {
         Ok(config)
     }
 
-    /// The files that a command reads after loading this configuration by name or path: its own, those of the recipe, the data, the tokenizer.
+    /// The files that a command reads for this configuration, which was loaded by name or path: the configuration's own file, and the files
+    /// of the recipe, the data and the tokenizer.
     pub fn files(&self, name_or_path: &str) -> Vec<PathBuf> {
         let own = preset(name_or_path).is_none().then_some(name_or_path);
         let texts = if self.is_text() { self.data.sources() } else { Vec::new() };

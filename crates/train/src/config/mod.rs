@@ -61,7 +61,7 @@ pub(crate) use validate::check_model;
 
 /// All settings that determine a run. On one kind of device, two runs with equal configurations and equal data end with equal weights,
 /// regardless of the settings in `run`, except under `run.reductions = "nccl"`. The results of GPU and CPU GEMMs differ in their last bits.
-/// (`train.combine` must have resolved to the same value: [`Config::begun_on`].)
+/// (The value of `train.combine` that [`Config::begun_on`] sets must also be equal.)
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
@@ -79,8 +79,8 @@ pub struct Config {
     pub eval: EvalConfig,
     /// How often checkpoints are written and how many are kept on disk.
     pub checkpoint: CheckpointConfig,
-    /// The run's output folder and hardware. Nothing here changes the computation; bits change only with the device (GEMMs) and with
-    /// `reductions = "nccl"` (sums).
+    /// The run's output folder and hardware. These settings do not change the computation. Only the device (in GEMMs) and
+    /// `reductions = "nccl"` (in sums) change bits.
     pub run: RunConfig,
     /// The tokenizer, after it has been opened.
     #[serde(skip)]
@@ -135,8 +135,8 @@ pub struct TrainConfig {
     pub expert_shards: usize,
     /// How the rows of a token's experts are summed. With `slots`, rows are summed in slot order and rounded once. With `tree`, rows are
     /// summed along a binary tree over the experts and rounded at each node, so that each rank sends one row per token. The result depends
-    /// on this setting, but not on the number of ranks. If unset, the run sets and keeps a value at its start: `tree` if experts are
-    /// sharded over GPUs, otherwise `slots`.
+    /// on this setting, but not on the number of ranks. If the key is unset, the run chooses a value at its start and stores it: `tree` if
+    /// experts are sharded over GPUs, otherwise `slots`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub combine: Option<Combine>,
     /// Peak learning rate.
@@ -164,7 +164,7 @@ pub struct TrainConfig {
     #[serde(skip_serializing_if = "is_usual_bias_rate")]
     pub router_bias_rate: f64,
     /// Whether training tokens are assigned to experts round-robin, regardless of the router, for speed measurements. Loads are equal if
-    /// the number of experts divides the number of tokens of a shard. Training with this setting has no other use.
+    /// the number of experts divides the number of tokens of a shard. This setting is only for such measurements.
     #[serde(skip_serializing_if = "is_default")]
     pub force_load_balance: bool,
     /// Type of weight gradients: `f32`, or `bf16` at half the size. A `bf16` gradient is rounded once per micro-batch and accumulated in

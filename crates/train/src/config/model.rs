@@ -37,14 +37,14 @@ pub struct ModelConfig {
     /// `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub attention_sinks: bool,
-    /// Sliding window: the most keys that a query sees, its own included, as in Mistral; 0 = no limit.
+    /// Sliding window: the largest number of keys that a query attends to, including its own key, as in Mistral; 0 means no limit.
     #[serde(skip_serializing_if = "is_default")]
     pub sliding_window: usize,
     /// The layers with the sliding window, as a pattern that repeats over the layers: `["sliding", "full"]` for layers 0, 2, 4…, as in
-    /// GPT-OSS. Empty: all layers.
+    /// GPT-OSS. An empty list means all layers.
     #[serde(skip_serializing_if = "is_default")]
     pub sliding_window_layers: Vec<LayerAttention>,
-    /// Width inside the MLP of a dense layer; 0 = no layer is dense.
+    /// Width inside the MLP of a dense layer; 0 means that no layer is dense.
     pub ffn: usize,
     /// Number of leading dense layers in a model with experts. In a model without experts all layers are dense, and this number is 0.
     pub dense_layers: usize,

@@ -51,8 +51,8 @@ pub fn preset(name: &str) -> Option<Cow<'static, str>> {
     own.or_else(|| model.map(|(_, model, rest)| format!("{rest}\n{model}").into()))
 }
 
-/// A run's folder as an argument of `nibble train`. A folder gets the prefix `./` (`./tiny`) if its name is that of a built-in
-/// configuration or looks like an option.
+/// A run's folder as an argument of `nibble train`. A folder gets the prefix `./` (`./tiny`) if its name is the name of a
+/// built-in configuration or looks like an option.
 #[must_use]
 pub fn folder_argument(dir: &Path) -> String {
     let text = dir.display().to_string();

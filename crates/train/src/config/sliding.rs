@@ -5,7 +5,8 @@ use super::{LayerAttention, ModelConfig};
 use crate::error::Result;
 
 impl ModelConfig {
-    /// The sliding window of a layer: query i sees key j ≤ i if i - j is less. `None` if queries see all keys up to their own.
+    /// The sliding window of a layer: query i attends to key j ≤ i if i - j is less than the window. `None` if queries attend to all keys
+    /// up to their own.
     #[must_use]
     pub fn window_of(&self, layer: usize) -> Option<usize> {
         let pattern = &self.sliding_window_layers;
@@ -13,7 +14,7 @@ impl ModelConfig {
         (self.sliding_window > 0 && slides).then_some(self.sliding_window)
     }
 
-    /// What each layer's queries see.
+    /// The kind of attention of each layer: full, or with the sliding window.
     #[must_use]
     pub fn layer_attentions(&self) -> Vec<LayerAttention> {
         let of = |layer| match self.window_of(layer) {

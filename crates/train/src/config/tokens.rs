@@ -156,7 +156,8 @@ impl Config {
         self.data.source != RANDOM || own.to_json() != Bytes.to_json()
     }
 
-    /// The tokens around each document, according to `data.bos_token` and `data.eos_token`. There are no such tokens around random tokens.
+    /// The tokens around each document, according to `data.bos_token` and `data.eos_token`. With `data.source = "random"`, there are
+    /// no such tokens.
     ///
     /// # Errors
     /// The errors of [`Config::tokenizer`]; [`Error::Config`] for a text that is no token.

@@ -30,7 +30,8 @@ impl Config {
     /// Checks that the values are consistent with each other.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) with the key and the inconsistent numbers. Only [`Config::load`] adds file and line.
+    /// [`Error::Config`](crate::Error::Config) with the key and the inconsistent numbers. Only [`Config::load`] adds the file and the line
+    /// to the error.
     pub fn validate(&self) -> Result<()> {
         if i64::try_from(self.seed).is_err() {
             return fail(

@@ -75,7 +75,8 @@ pub struct Cost {
     pub tokens: u64,
     /// Kinds of layers, in the order of a forward pass.
     pub kinds: Vec<KindCost>,
-    /// Multiply-adds of attention's scores and values, forward and backward, of the part of the square that a causal mask and sliding windows leave.
+    /// Number of multiply-adds of attention's scores and values, forward and backward, for the query-key pairs that the causal mask and
+    /// sliding windows leave.
     pub attention: f64,
     /// The count of a step for each technique that the recipe uses.
     pub techniques: BTreeMap<Technique, f64>,

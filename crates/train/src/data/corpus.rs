@@ -33,9 +33,9 @@ pub(super) struct Corpus {
 pub struct Given {
     /// The source, as in the configuration.
     pub source: String,
-    /// Number of documents, including held-out ones.
+    /// Number of documents, including held-out documents.
     pub documents: usize,
-    /// Number of tokens, including held-out ones.
+    /// Number of tokens, including held-out tokens.
     pub tokens: usize,
     /// Number of held-out tokens.
     pub held_out: usize,
@@ -138,7 +138,7 @@ impl Corpus {
     /// Writes the training sequence at position `cursor` into sequence `index` of a batch.
     ///
     /// # Errors
-    /// [`Error::Data`] if a file has changed since it was opened, or cannot be read. All methods below return the same error.
+    /// [`Error::Data`] if a file has changed since it was opened, or cannot be read. The methods below return this error in the same case.
     pub fn train(&self, cursor: u64, batch: &mut Batch, index: usize) -> Result<()> {
         let (source, own) = self.mixture.of(cursor);
         let tokens = &self.sources[source];

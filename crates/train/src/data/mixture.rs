@@ -18,8 +18,8 @@ pub(super) struct Mixture {
 }
 
 impl Mixture {
-    /// Computes shares from weights and rounds them to whole cursors of a block by largest remainder. Among equal remainders, the first
-    /// source gets more.
+    /// Computes the sources' shares from their weights, and rounds the shares to whole cursors of a block by the largest-remainder
+    /// method. Among equal remainders, the first source gets more.
     pub fn new(weights: &[f64], seed: u64) -> Self {
         let sum: f64 = weights.iter().sum();
         let exact: Vec<f64> = weights.iter().map(|weight| weight / sum * BLOCK as f64).collect();

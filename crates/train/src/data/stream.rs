@@ -57,7 +57,7 @@ impl TokenStream {
     /// The ids of a range of tokens.
     ///
     /// # Errors
-    /// [`Error::Data`](crate::Error::Data) if the file cannot be read. All methods below return the same error.
+    /// [`Error::Data`](crate::Error::Data) if the file cannot be read. The methods below return this error in the same case.
     pub fn ids(&self, tokens: Range<usize>) -> Result<Vec<i32>> {
         let bytes = self.ids.read(tokens.start * self.width..tokens.end * self.width)?;
         let id = |id: &[u8]| match *id {
@@ -149,8 +149,8 @@ impl TokenStream {
         Ok(false)
     }
 
-    /// Index of the first held-out token. In a single document, any token can be the first held-out token. With several documents, it is
-    /// the beginning of a document, so that at most this fraction of the tokens is held out.
+    /// Index of the first held-out token. In a single document, any token can be the first held-out token. With several documents, the
+    /// first held-out token is the beginning of a document, so that at most `valid_fraction` of the tokens is held out.
     pub fn split(&self, valid_fraction: f64) -> Result<usize> {
         let at = self.len() as f64 * (1.0 - valid_fraction);
         match self.documents() {

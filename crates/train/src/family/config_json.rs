@@ -68,7 +68,7 @@ impl Field {
         Self { absent: Some(absent), ..self }
     }
 
-    /// The same field, in which `null` means this value, given as JSON.
+    /// The same field, in which a `null` in a file stands for this value, given as JSON.
     #[must_use]
     pub const fn or_null(self, null: &'static str) -> Self {
         Self { null: Some(null), ..self }

@@ -58,7 +58,7 @@ use nibble_core::shortened;
 use serde_json::{Map, Value};
 use std::fmt;
 
-/// Every family; a model is written as the first one that supports it. The last one supports every model.
+/// Every family. A model is written as the first family that supports the model. The last family supports every model.
 pub const FAMILIES: [&dyn Family; 10] =
     [&Qwen3Moe, &Qwen3, &Llama, &Mistral, &Ministral, &Qwen2, &Olmoe, &DeepseekV2, &DeepseekV3, &Nibble];
 

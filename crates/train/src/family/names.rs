@@ -3,7 +3,8 @@
 use crate::spec::{ModelSpec, ParamSpec};
 use std::ops::Range;
 
-/// Rows of a parameter. The parameter is given by its index in canonical order. The matrices of experts follow one another.
+/// Rows of a parameter, which is given by its index in canonical order. In an experts' parameter, the experts' matrices are stacked by
+/// rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rows {
     /// Index of the parameter.

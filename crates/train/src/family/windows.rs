@@ -30,11 +30,12 @@ const MAX_WINDOW_LAYERS: &str = "max_window_layers";
 const KINDS: [(&str, LayerAttention); 2] =
     [("full_attention", LayerAttention::Full), ("sliding_attention", LayerAttention::Sliding)];
 
-/// Reads sliding windows. `transformers` means by `sliding_window` what the model means: query i sees key j if i - j is less.
+/// Reads sliding windows. `sliding_window` has the same meaning in `transformers` and in Nibble: query i attends to key j if i - j is less
+/// than the window.
 ///
 /// # Errors
-/// [`crate::Error::Config`] for layers that slide over no window, for kinds of layers that the decoder does not have, and for
-/// `layer_types` that contradict a family whose layers are all of one kind.
+/// [`crate::Error::Config`] for sliding layers without a window size, for kinds of layers that the decoder does not have, and
+/// for `layer_types` that contradict a family whose layers are all of one kind.
 pub fn read_windows(json: &ConfigJson, model: &mut ModelConfig, of: Windowed) -> Result<()> {
     use LayerAttention::{Full, Sliding};
     // The configuration classes' default of `max_window_layers`.
@@ -93,8 +94,8 @@ fn listed_layers(json: &ConfigJson, layers: usize) -> Result<Option<Vec<LayerAtt
     kinds.iter().map(kind).collect::<Result<_>>().map(Some)
 }
 
-/// Writes sliding windows as [`read_windows`] reads them, and as earlier versions of `transformers` do, which do not know `layer_types`. What
-/// a family cannot say is left out: the model that is read again then differs.
+/// Writes sliding windows in the form that [`read_windows`] reads, and in the form of earlier versions of `transformers`, which do not know
+/// `layer_types`. A setting that the family cannot express is left out; a model that is read from the result then differs.
 pub fn write_windows(model: &ModelConfig, keys: &mut Map<String, Value>, of: Windowed) {
     let window = if model.sliding_window > 0 { model.sliding_window.into() } else { Value::Null };
     let slides = !window.is_null();

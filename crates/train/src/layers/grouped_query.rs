@@ -156,8 +156,8 @@ impl<B: Kernels> GroupedQuery<B> {
         Ok((o_input, GroupedQuerySaved { layer, x, q: q_saved, k: k_saved, v, out, lse, o }))
     }
 
-    /// The forward pass of a sequence's next tokens, which see the keys and values in the cache. The call adds the tokens' own keys and
-    /// values to the cache. Several tokens at once are allowed only if the cache is empty.
+    /// The forward pass of a sequence's next tokens, which attend to the keys and values in the cache. The call adds the tokens' own
+    /// keys and values to the cache. Several tokens at once are allowed only if the cache is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { q, k, v, .. } = self.projected(cx, x_td, cache.len())?;
         let out = cache.attended(cx, [&q, &k, &v], self.plain_sinks()?)?;

@@ -22,13 +22,13 @@ pub struct KvCache<B: Kernels> {
 pub(super) struct CachedHeads {
     /// Number of key/value heads.
     pub kv_heads: usize,
-    /// Elements of a head of queries and keys.
+    /// Number of elements of a head of queries and keys.
     pub head_dim: usize,
-    /// Elements of a head of values.
+    /// Number of elements of a head of values.
     pub value_dim: usize,
     /// The factor of the scores.
     pub scale: f32,
-    /// The most keys that a query sees, if its layer has a sliding window. The cache keeps all keys.
+    /// The largest number of keys to which a query attends, if the layer has a sliding window. The cache stores all keys.
     pub window: Option<usize>,
 }
 

@@ -108,8 +108,8 @@ pub struct Latent<B: Kernels> {
     pub kv: Linear<B>,
     /// The projection `[r, d]` to the key that all heads share.
     pub k_rope: Linear<B>,
-    /// The projection `[h·(n + u), c]` from the latent of keys and values. For each head, it has n rows for the key, then u rows for the
-    /// value.
+    /// The projection `[h·(n + u), c]` from the latent of keys and values. For each head, the projection has n rows for the key, then u
+    /// rows for the value.
     pub kv_up: LatentUp<B>,
     /// The output projection, `[d, h·u]`.
     pub o: Linear<B>,
@@ -337,8 +337,8 @@ impl<B: Kernels> Latent<B> {
         })
     }
 
-    /// The forward pass of a sequence's next tokens, which see the keys and values in the cache. The call adds the tokens' own keys and
-    /// values to the cache. Several tokens at once are allowed only if the cache is empty.
+    /// The forward pass of a sequence's next tokens, which attend to the keys and values in the cache. The call adds the tokens' own
+    /// keys and values to the cache. Several tokens at once are allowed only if the cache is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { heads: QueriesKeysValues { q, k, v }, .. } = self.projected(cx, x_td, cache.len())?;
         let out = cache.attended(cx, [&q, &k, &v], None)?;

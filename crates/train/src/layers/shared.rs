@@ -24,7 +24,7 @@ impl<B: Kernels, const N: usize> SharedProjections<'_, B, N> {
     }
 
     /// The saved inputs in the form that each projection's wgrad reads. The inputs are lifted once for all projections whose recipes agree.
-    /// The common lift has its own name, and thus its own random bits if it needs any.
+    /// The common lift has its own name, and thus its own random bits if the lift needs random bits.
     pub fn wgrad_inputs(&self, cx: &Cx<'_, B>, saved: [Operand<B>; N]) -> Result<Vec<Made<B>>> {
         let whole = format!("{}.qkv", self.name);
         self.converted(cx, (Pass::Backward, &whole), |i| saved[i].clone(), Some(&cx.shards.groups))

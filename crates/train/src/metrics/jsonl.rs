@@ -10,7 +10,7 @@ use crate::files::{self, append, write_whole};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// A line of such a file, with the data of one step.
+/// A line of a JSON Lines file, with the data of one step.
 pub trait StepLine: Clone + Serialize + DeserializeOwned {
     /// Completed steps.
     fn step(&self) -> u64;
@@ -41,7 +41,7 @@ impl StepLine for RankTimes {
     }
 }
 
-/// A file of such lines, open for appending.
+/// A JSON Lines file with one line per step, open for appending.
 #[derive(Debug)]
 pub struct StepLog<T> {
     file: File,
@@ -52,12 +52,12 @@ pub struct StepLog<T> {
 /// The metrics file of a run.
 pub type MetricsLog = StepLog<Metrics>;
 
-/// The contents of such a file.
+/// The contents of a JSON Lines file with one line per step.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepFile<T> {
-    /// Its lines in order.
+    /// The file's lines, in order.
     pub metrics: Vec<T>,
-    /// 1-based numbers of lines that are no metrics, since somebody has changed the file. They are ignored.
+    /// Numbers, from 1, of lines that cannot be read because the file was changed by hand. These lines are ignored.
     pub unreadable: Vec<usize>,
 }
 
@@ -65,7 +65,8 @@ pub struct StepFile<T> {
 const NAMED: usize = 5;
 
 impl<T> StepFile<T> {
-    /// Reports about the file's invalid lines: one for each of the first, and one for the number of the others.
+    /// Messages about the file's invalid lines: one message for each of the first invalid lines, and one message with the number of all
+    /// other invalid lines.
     #[must_use]
     pub fn faults(&self, path: &Path, wrong: &str) -> Vec<String> {
         let (named, rest) = self.unreadable.split_at(self.unreadable.len().min(NAMED));
@@ -79,8 +80,8 @@ impl<T> StepFile<T> {
 }
 
 impl<T: StepLine> StepLog<T> {
-    /// Opens the file of a run that has completed `step` steps; 0 empties it. Removes lines of later steps, which a resumed run will
-    /// write again, and a last line cut short by a kill. Unreadable lines before that stay.
+    /// Opens the file of a run that has completed `step` steps; 0 empties the file. Removes the lines of later steps, which a
+    /// resumed run writes again, and an incomplete last line that a killed process left. Unreadable lines before these lines stay.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -100,7 +101,8 @@ impl<T: StepLine> StepLog<T> {
         Ok(Self { file, path: path.to_path_buf(), lines: PhantomData })
     }
 
-    /// Appends one line. It has reached the system when this returns, so that a later kill does not lose it.
+    /// Appends one line. The line has reached the operating system when this function returns, so it is not lost if the process is killed
+    /// later.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -109,14 +111,14 @@ impl<T: StepLine> StepLog<T> {
         append(&mut self.file, &line).map_err(Error::io(&self.path))
     }
 
-    /// The file.
+    /// The path of the file.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 }
 
-/// Reads a metrics file; a missing file has no lines. A last line cut short by a kill is ignored.
+/// Reads a metrics file; a missing file counts as empty. An incomplete last line, which a killed process left, is ignored.
 ///
 /// # Errors
 /// [`Error::Io`].
@@ -124,7 +126,7 @@ pub fn read_metrics(path: &Path) -> Result<StepFile<Metrics>> {
     read_lines(path)
 }
 
-/// Reads a file of layer metrics; otherwise as [`read_metrics`].
+/// Reads a file of layer metrics, with the rules of [`read_metrics`].
 ///
 /// # Errors
 /// [`Error::Io`].
@@ -132,7 +134,7 @@ pub fn read_layers(path: &Path) -> Result<StepFile<LayerMetrics>> {
     read_lines(path)
 }
 
-/// Reads a file of ranks' times; otherwise as [`read_metrics`].
+/// Reads a file of ranks' times, with the rules of [`read_metrics`].
 ///
 /// # Errors
 /// [`Error::Io`].

@@ -7,38 +7,39 @@ use serde::{Deserialize, Serialize};
 /// Expert loads and quantization counts of one step, over all ranks.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerMetrics {
-    /// Optimizer steps done, as in [`super::Metrics`].
+    /// Number of completed optimizer steps, as in [`super::Metrics`].
     pub step: u64,
-    /// Rows of each expert, by layer; an empty list for a dense layer.
+    /// Number of rows of each expert, by layer; an empty list for a dense layer.
     pub load: Vec<Vec<u64>>,
-    /// Counts at every site, in the order of a step.
+    /// The counts of every site, in the order of a step.
     pub sites: Vec<SiteMetrics>,
 }
 
-/// Counts at one site.
+/// The counts of one site.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SiteMetrics {
     /// The layer's name.
     pub layer: String,
-    /// The tensor.
+    /// The tensor's name.
     pub tensor: String,
-    /// `quantize`, or a conversion: `mxfp4 to rows`.
+    /// The tensor's conversion: `quantize`, or for example `mxfp4 to rows`.
     pub conversion: String,
-    /// Blocks with a non-zero code.
+    /// Number of blocks with a non-zero code.
     pub non_zero: u64,
-    /// Those of them in which the conversion changed a value. Absent for a quantization, which rounds everywhere.
+    /// Number of blocks with a non-zero code in which the conversion changed a value. Absent for a quantization, because a quantization
+    /// rounds everywhere.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub inexact: Option<u64>,
-    /// Blocks with a NaN or an infinity.
+    /// Number of blocks with a NaN or an infinity.
     pub non_finite: u64,
-    /// Values that saturated under a delayed scale. Absent without such a scale.
+    /// Number of values that saturated under a delayed scale. Absent for a site without a delayed scale.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub saturated: Option<u64>,
-    /// Values under a delayed scale.
+    /// Number of values under a delayed scale.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub delayed: Option<u64>,
-    /// Numbers of values other than zero, of exact ones among them, of those that became zero, and of those beyond the largest code. Absent if
-    /// not measured, or if all values are zero.
+    /// Four numbers: of values other than zero, and among these values, of values that stayed exact, became zero, and exceeded the largest
+    /// code. Absent if the step did not measure quantization, or if all values are zero.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub measured: Option<[u64; 4]>,
 }
@@ -47,7 +48,8 @@ impl LayerMetrics {
     /// Approximate number of lines of a run.
     const LINES: u64 = 100;
 
-    /// Whether the step that completes `step` of `steps` steps has a line: the first, the last, and about a hundred between.
+    /// Whether the file gets a line for the step that completes `step` of `steps` steps. The first step, the last step, and about a hundred
+    /// steps in between get a line.
     #[must_use]
     pub fn is_due(step: u64, steps: u64) -> bool {
         step == 1 || step == steps || step.is_multiple_of(steps.div_ceil(Self::LINES).max(1))

@@ -15,11 +15,11 @@ pub enum Loss {
 /// A site that loses most of its values in a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Lost {
-    /// The layer, with `*` for the number of its decoder layer.
+    /// The layer's name, with `*` for the number of its decoder layer.
     pub layer: String,
-    /// The tensor.
+    /// The tensor's name.
     pub tensor: String,
-    /// The decoder layers in which it does; empty outside decoder layers.
+    /// The decoder layers in which the site loses most of its values; empty outside decoder layers.
     pub numbers: Vec<usize>,
     /// How values are lost.
     pub kind: Loss,
@@ -28,15 +28,15 @@ pub struct Lost {
 }
 
 impl Lost {
-    /// From this fraction of values on, a site of gradients (`dy`, `dh`, `dlogits`) is reported whose values become zero. The recipes that ship
-    /// reach 0.45 in small models (MXFP4, dh of experts); an output head in MXFP4, which learns little there, exceeds 0.65.
+    /// A site of gradients (`dy`, `dh`, `dlogits`) is reported if at least this fraction of its values becomes zero. The built-in recipes
+    /// reach 0.45 in small models (MXFP4, dh of experts). An output head in MXFP4, which learns little in such models, exceeds 0.65.
     pub const GRADIENTS: f64 = 0.6;
 
-    /// The same of activations and weights, of which a few outliers may matter more than all others. The recipes that ship reach 0.58 (MXFP4, a
-    /// of experts).
+    /// A site of activations or weights is reported if at least this fraction of its values becomes zero. This limit is higher than that of
+    /// gradients, because a few outliers may matter more than all other values. The built-in recipes reach 0.58 (MXFP4, a of experts).
     pub const OTHERS: f64 = 0.9;
 
-    /// From this fraction on, a site is reported whose values are cut off. The recipes that ship reach 0.06 (HiFloat4).
+    /// A site is reported if at least this fraction of its values saturates. The built-in recipes reach 0.06 (HiFloat4).
     pub const SATURATED: f64 = 0.25;
 
     fn threshold(tensor: &str, kind: Loss) -> f64 {
@@ -47,8 +47,8 @@ impl Lost {
         }
     }
 
-    /// The sites that lose most of their values in a step, as far as the step measures them: each once for each kind of loss, in the order of
-    /// the step.
+    /// The sites that lose most of their values in a step, among the sites that the step measures. Each site occurs once per kind of loss,
+    /// in the order of the step.
     #[must_use]
     pub fn of_step(step: &LayerMetrics) -> Vec<Self> {
         let mut all: Vec<Self> = Vec::new();
@@ -78,7 +78,8 @@ impl Lost {
         all
     }
 
-    /// The same over steps: each site once for each kind of loss, with the first step in which it occurs.
+    /// The sites that lose most of their values in any of these steps. Each site occurs once per kind of loss, with the first step in which
+    /// this loss occurs.
     pub fn of_run<'a>(steps: impl Iterator<Item = &'a LayerMetrics>) -> Vec<(u64, Self)> {
         let mut all: Vec<(u64, Self)> = Vec::new();
         for step in steps {
@@ -89,7 +90,7 @@ impl Lost {
         all
     }
 
-    /// The site, in words.
+    /// The site's name in messages.
     #[must_use]
     pub fn site(&self) -> String {
         format!("{}.{}", self.layer, self.tensor)

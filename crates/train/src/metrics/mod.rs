@@ -26,23 +26,24 @@ pub use ranks::RankTimes;
 pub use tensorboard::{EVENTS_PREFIX, EventLog};
 pub use watchdog::Watchdog;
 
-/// The metrics of a step. Field names in the file are torchtitan's where it has one.
+/// The metrics of a step. In the file, a field has torchtitan's name if torchtitan has such a field.
 ///
-/// A step's own line has `loss`; an evaluation writes a line with `valid_loss` for the number of completed steps.
+/// The line of a step has `loss`. An evaluation writes another line, with `valid_loss` and the number of completed steps.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Metrics {
-    /// Completed optimizer steps, so the first step's line has 1.
+    /// Number of completed optimizer steps; the first step's line has 1.
     pub step: u64,
-    /// Training loss: mean cross-entropy over the step's targets, in nats. Absent for a step without a target, which changes nothing.
+    /// Training loss: mean cross-entropy over the step's targets, in nats. Absent for a step without a target, because such a step changes
+    /// no weight.
     #[serde(rename = "loss_metrics/global_avg_loss", skip_serializing_if = "Option::is_none", default)]
     pub loss: Option<f64>,
-    /// Held-out loss in nats per target. Absent if no evaluated token is a target.
+    /// Held-out loss in nats per target; absent if no evaluated token is a target.
     #[serde(rename = "validation_metrics/loss", skip_serializing_if = "Option::is_none", default)]
     pub valid_loss: Option<f64>,
-    /// 0 after an evaluation without targets, which has no loss; otherwise absent.
+    /// The value 0 after an evaluation without targets, which has no loss; otherwise absent.
     #[serde(rename = "validation_metrics/target_fraction", skip_serializing_if = "Option::is_none", default)]
     pub valid_target_fraction: Option<f64>,
-    /// Fraction of the step's tokens with a target, if not all have one.
+    /// Fraction of the step's tokens that have a target; absent if all of them have one.
     #[serde(rename = "data/target_fraction", skip_serializing_if = "Option::is_none", default)]
     pub target_fraction: Option<f64>,
     /// Global gradient norm before clipping.
@@ -51,7 +52,7 @@ pub struct Metrics {
     /// Learning rate of the step.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub lr: Option<f64>,
-    /// Tokens trained on so far.
+    /// Number of tokens trained on so far.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub n_tokens_seen: Option<u64>,
     /// Tokens per second over all ranks.
@@ -60,13 +61,13 @@ pub struct Metrics {
     /// Teraflops per second: [`Config::flops_per_token`] times tokens per second.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub tflops: Option<f64>,
-    /// Percentage of the device's dense BF16 peak, if known.
+    /// The value of `tflops` as a percentage of the device's dense BF16 peak, if the peak is known.
     #[serde(rename = "mfu(%)", skip_serializing_if = "Option::is_none", default)]
     pub mfu: Option<f64>,
     /// Peak memory of buffers on the first rank's device so far, in GiB.
     #[serde(rename = "memory/max_active(GiB)", skip_serializing_if = "Option::is_none", default)]
     pub memory_gib: Option<f64>,
-    /// The same as a percentage of the device's memory.
+    /// The value of `memory_gib` as a percentage of the device's memory.
     #[serde(rename = "memory/max_active(%)", skip_serializing_if = "Option::is_none", default)]
     pub memory_percent: Option<f64>,
     /// Power draw of the device in watts, if known.
@@ -75,25 +76,25 @@ pub struct Metrics {
     /// Duration of the step in seconds.
     #[serde(rename = "time_metrics/end_to_end(s)", skip_serializing_if = "Option::is_none", default)]
     pub seconds: Option<f64>,
-    /// Seconds that the first rank's host waited for the step's tokens before issuing it; if steps are issued ahead, the device waits less
-    /// or not at all.
+    /// Seconds that the first rank's host waited for the step's tokens before it issued the step. If steps are issued ahead, the device
+    /// waits less or not at all.
     #[serde(rename = "time_metrics/data_loading(s)", skip_serializing_if = "Option::is_none", default)]
     pub data_seconds: Option<f64>,
-    /// Load-balancing loss, summed over layers, before its coefficient: that over shards under any `model.balance`. Absent for a dense
-    /// model, like the other metrics of experts below.
+    /// Load-balancing loss, summed over layers and not multiplied by its coefficient. This is the loss per shard, whatever
+    /// `model.balance` is. Absent for a dense model, like the metrics of experts below.
     #[serde(rename = "moe/aux_loss", skip_serializing_if = "Option::is_none", default)]
     pub aux_loss: Option<f64>,
-    /// Router z-loss, summed over layers, before its coefficient.
+    /// Router z-loss, summed over layers and not multiplied by its coefficient.
     #[serde(rename = "moe/z_loss", skip_serializing_if = "Option::is_none", default)]
     pub z_loss: Option<f64>,
-    /// Largest ratio of the fullest expert's rows to the mean, over all layers.
+    /// The ratio of the fullest expert's rows to the mean over experts, in the layer with the largest ratio.
     #[serde(rename = "moe/load_max_over_mean", skip_serializing_if = "Option::is_none", default)]
     pub load_max_over_mean: Option<f64>,
-    /// Fraction of (layer, expert) pairs without a row.
+    /// Fraction of (layer, expert) pairs in which the expert has no row.
     #[serde(rename = "moe/dead_expert_fraction", skip_serializing_if = "Option::is_none", default)]
     pub dead_expert_fraction: Option<f64>,
-    /// Fraction of 32-value blocks with a non-zero code that the lift from MXFP4 to FP8 changed; a tensor lifted both to rows and to
-    /// columns counts twice.
+    /// Among 32-value blocks with a non-zero code, the fraction in which the lift from MXFP4 to FP8 changed a value. A tensor that
+    /// is lifted both to rows and to columns counts twice.
     #[serde(rename = "quantization/inexact_fraction", skip_serializing_if = "Option::is_none", default)]
     pub inexact_fraction: Option<f64>,
     /// Fraction of FP8 blocks with a non-zero code that the exponent shift from rows to columns changed.
@@ -103,10 +104,10 @@ pub struct Metrics {
         default
     )]
     pub shift_inexact_fraction: Option<f64>,
-    /// Fraction of values under delayed scales that saturated. Absent for a recipe without such scales.
+    /// Among values under delayed scales, the fraction that saturated; absent for a recipe without delayed scales.
     #[serde(rename = "quantization/saturated_fraction", skip_serializing_if = "Option::is_none", default)]
     pub saturated_fraction: Option<f64>,
-    /// Other values by name: with several ranks those of [`RankTimes::summary`].
+    /// Other values by name: with several ranks, the values of [`RankTimes::summary`].
     #[serde(flatten)]
     pub other: BTreeMap<String, f64>,
 }
@@ -118,7 +119,7 @@ impl Metrics {
         Self { tps: None, tflops: None, seconds: None, data_seconds: None, ..self }
     }
 
-    /// Whether these metrics are of an evaluation rather than a step.
+    /// Whether these are the metrics of an evaluation and not of a step.
     #[must_use]
     pub fn is_evaluation(&self) -> bool {
         self.valid_loss.is_some() || self.valid_target_fraction.is_some()

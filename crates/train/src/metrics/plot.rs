@@ -13,13 +13,13 @@ use crate::files::write_whole;
 /// The losses of a run.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LossCurve {
-    /// Heading of a plot of this run alone, or its name among several runs.
+    /// The heading if the plot shows one run; the run's name if the plot shows several runs.
     pub title: String,
-    /// Completed steps and training loss in nats.
+    /// Pairs of the number of completed steps and the training loss in nats.
     pub train: Vec<(u64, f64)>,
-    /// Completed steps and held-out loss in nats.
+    /// Pairs of the number of completed steps and the held-out loss in nats.
     pub valid: Vec<(u64, f64)>,
-    /// The entropy rate and the unigram loss, if known: drawn as horizontal lines.
+    /// The entropy rate and the unigram loss, if known. The plot shows them as horizontal lines.
     pub entropy: Option<Entropy>,
     /// The unit of a token: `token` or `byte`.
     pub unit: &'static str,
@@ -40,7 +40,7 @@ impl LossCurve {
     }
 }
 
-/// The points of a line for a plot: if there are too many, means of neighbours.
+/// The points of a line for a plot. If there are too many points, each result is the mean of neighbouring points.
 pub fn thinned(points: &[(u64, f64)]) -> Vec<(f64, f64)> {
     const MOST: usize = 2000;
     let mean = |points: &[(u64, f64)]| {
@@ -50,7 +50,7 @@ pub fn thinned(points: &[(u64, f64)]) -> Vec<(f64, f64)> {
     points.chunks(points.len().div_ceil(MOST).max(1)).map(mean).collect()
 }
 
-/// Width and height of a plot in a file of its own, in pixels.
+/// Width and height in pixels of a plot that is stored in its own file.
 pub const PICTURE: (u32, u32) = (960, 540);
 const TRAIN: RGBColor = RGBColor(150, 180, 220);
 const VALID: RGBColor = RGBColor(20, 60, 140);
@@ -90,10 +90,10 @@ pub enum Shown {
     Whole,
 }
 
-/// Plots one run or several into an SVG file, which is replaced atomically.
+/// Plots one or several runs into an SVG file, which is replaced atomically.
 ///
 /// # Errors
-/// [`Error::Data`] where there is nothing to draw; [`Error::Io`] where the file cannot be written.
+/// [`Error::Data`] if there is nothing to draw; [`Error::Io`] if the file cannot be written.
 pub fn draw_losses(curves: &[LossCurve], path: &Path) -> Result<()> {
     let svg = losses_svg(curves, PICTURE, Shown::Tail).map_err(|why| Error::data(path, why))?;
     if let Some(dir) = path.parent() {
@@ -102,28 +102,28 @@ pub fn draw_losses(curves: &[LossCurve], path: &Path) -> Result<()> {
     write_whole(path, svg).map_err(Error::io(path))
 }
 
-/// The beginning of a command's plots, by which it recognizes them.
+/// The first bytes of each SVG file that a command writes; the command recognizes its own plots by these bytes.
 #[must_use]
 pub fn svg_beginning(command: &str) -> String {
     format!("<svg data-generator=\"{command}\"")
 }
 
-/// The command that plots losses; a run's own plot has it too.
+/// The command that plots losses. The plot that a run writes also names this command.
 pub const LOSSES_BY: &str = "nibble plot";
 
-/// The plot as the text of an SVG image of this size; with many runs it is enlarged by a column of their names. Its attribute `data-plot`
-/// is [`plot_attribute`].
+/// The plot as the text of an SVG image of this size. With many runs, a column with the runs' names is added to the width. The image's
+/// attribute `data-plot` is [`plot_attribute`].
 ///
 /// # Errors
-/// Why nothing can be drawn.
+/// The reason why nothing can be drawn.
 pub fn losses_svg(curves: &[LossCurve], size: (u32, u32), shown: Shown) -> Result<String, String> {
     let mut svg = String::new();
     let plot = render(curves, size, shown, &mut svg)?;
     Ok(svg.replacen("<svg", &format!("{}{plot}", svg_beginning(LOSSES_BY)), 1))
 }
 
-/// An attribute with which a web page maps pixels to numbers: the pixels of the left, right, upper and lower end of the axes, and the steps
-/// and values there.
+/// An attribute with which a web page maps pixels to numbers. The attribute contains the pixels of the left, right, upper and lower ends of
+/// the axes, and the steps and values at these ends.
 #[must_use]
 pub fn plot_attribute(
     (across, down): (std::ops::Range<i32>, std::ops::Range<i32>),

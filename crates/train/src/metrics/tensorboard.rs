@@ -16,7 +16,7 @@ use super::Metrics;
 use crate::error::{Error, Result};
 use crate::files::{append, write_whole};
 
-/// An event file of one process. TensorBoard reads all event files of a directory in the order of their names.
+/// A TensorBoard event file of one process. TensorBoard reads all event files of a directory in the order of their names.
 #[derive(Debug)]
 pub struct EventLog {
     file: File,
@@ -48,7 +48,8 @@ impl EventLog {
         Ok(Self { file, path })
     }
 
-    /// Appends these metrics under their names in the metrics file. They have reached the system when this returns.
+    /// Appends these metrics, with the names that they have in the metrics file. The data has reached the operating system when this
+    /// function returns.
     ///
     /// # Errors
     /// [`Error::Io`].

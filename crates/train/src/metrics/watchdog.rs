@@ -55,7 +55,7 @@ impl Watchdog {
     /// Samples before anything is judged: means must settle, and a router starts unbalanced.
     const SETTLED: u64 = 50;
 
-    /// Takes a step's metrics, and returns the findings that begin with it, one sentence each.
+    /// Checks a step's metrics, and returns the findings that begin with this step, one sentence each.
     ///
     /// | finding | begins | is over |
     /// |---|---|---|
@@ -131,8 +131,8 @@ impl Watchdog {
         begun
     }
 
-    /// Takes the counts of a step's sites, before the step's metrics, and returns one sentence for each site that loses most of its values
-    /// ([`Lost`]) and was not reported before.
+    /// Checks the counts of a step's sites; callers call this function before [`Watchdog::step`] for the same step. Returns one sentence
+    /// for each site that loses most of its values ([`Lost`]) and was not reported before.
     pub fn layers(&mut self, layers: &LayerMetrics) -> Vec<String> {
         self.has_measured |= layers.is_measured();
         let mut found = Lost::of_step(layers);
@@ -142,8 +142,9 @@ impl Watchdog {
         told
     }
 
-    /// Takes the ranks' times of a step, and returns the findings that begin with it: a rank that was busy for at least 1.25 times the
-    /// ranks' median in 50 consecutive steps. The finding ends with the first step in which it was not.
+    /// Checks the ranks' times of a step, and returns the findings that begin with this step: a rank whose busy time was at least 1.25
+    /// times the ranks' median in 50 consecutive steps. A finding ends with the first step in which the rank's busy time is below this
+    /// limit.
     pub fn ranks(&mut self, times: &RankTimes) -> Vec<String> {
         const SLOW: f64 = 1.25;
         let Some(median) = times.median_busy() else { return Vec::new() };

@@ -67,7 +67,7 @@ impl<B: Kernels> FeedSaved<B> {
         }
     }
 
-    /// Sets the rows over which the load-balancing loss is computed, if there are experts.
+    /// Sets the batch over which the load-balancing loss is computed, if there are experts.
     pub fn balance_over(&mut self, batch: Option<BatchLoad<B>>) {
         if let Self::Experts { moe, .. } = self {
             moe.balance_over(batch);

@@ -125,7 +125,7 @@ impl<B: Kernels> Decoder<B> {
         })
     }
 
-    /// Sets the scopes that later backward passes recompute; before the first call they are [`Scope::DEFAULT`].
+    /// Sets the scopes that later backward passes recompute; before the first call, the scopes are [`Scope::DEFAULT`].
     pub fn recompute(&mut self, scopes: &[Scope]) {
         self.blocks.iter_mut().for_each(|block| block.recompute(scopes));
     }

@@ -64,7 +64,7 @@ impl<B: Kernels> OfRank<B> {
         Ok(Self { codec, pieces, found_amax: amax.filter(|_| delayed.is_some()) })
     }
 
-    /// Keeps the counts and magnitudes of these rows.
+    /// Saves the counts and magnitudes of these rows.
     pub fn keep_counts(&self, cx: &Cx<'_, B>, name: &str, cells: Option<FoundCells>) -> Result<()> {
         // This rank's values count, because no other rank has these rows.
         let cells = cells.map(|cells| FoundCells { is_counted: true, ..cells });

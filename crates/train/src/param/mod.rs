@@ -387,7 +387,7 @@ impl<B: Kernels> Param<B> {
         Ok(())
     }
 
-    /// Drops the copies. The memory of the copies is then free until the next step, and the master has no other handle.
+    /// Drops the copies. The memory of the copies is then free until the next step, and no copy shares the master's buffer.
     pub fn release(&mut self) {
         (self.shadow, self.whole) = (None, None);
     }

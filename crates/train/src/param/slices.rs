@@ -35,7 +35,7 @@ pub struct Slices {
 pub(super) struct Piece {
     /// Number of the first matrix.
     pub first: usize,
-    /// Number of matrices: one matrix, or several whole matrices.
+    /// Number of matrices in the piece: one (whole or in part), or several whole matrices.
     pub matrices: usize,
     /// The range of rows of each matrix.
     pub rows: Range<usize>,

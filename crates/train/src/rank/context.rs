@@ -79,7 +79,7 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(found.map(|(nats, targets)| HeldOut::of_sequences(&nats, targets)))
     }
 
-    /// The nats of each sequence behind [`RankContext::evaluate`], and the number of targets.
+    /// The loss in nats of each sequence that [`RankContext::evaluate`] evaluates, and the number of targets.
     pub fn held_out_sequences(
         &mut self,
         model: &mut Decoder<B>,
@@ -113,7 +113,8 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(Some((nats, targets)))
     }
 
-    /// Raises the capacity of exchanges, because a rank was sent `needed` times its share. `again` names the work that is retried.
+    /// Raises the capacity of exchanges, because the slots sent to a rank were `needed` times the rank's share. `again` names the work that
+    /// is retried.
     pub fn make_room(&mut self, needed: f64, again: &str) {
         // The factor adds spare capacity, because the next routing may be even less balanced.
         const SPARE: f64 = 1.125;
@@ -125,7 +126,7 @@ impl<B: Kernels> RankContext<'_, B> {
         self.capacity_factor = now;
     }
 
-    /// The context of a forward pass alone over one sequence of `tokens` tokens, in which no exchange can overflow.
+    /// The context of a forward pass without a backward pass over one sequence of `tokens` tokens. No exchange of this pass can overflow.
     pub fn inference_cx(&self, tokens: usize) -> Result<Cx<'_, B>> {
         let shards = Shards::new(self.b, 1, tokens, self.mesh.all.rank())?;
         let sight = Sight::find(self.b, &self.config.model, None, (tokens, tokens))?;
@@ -144,18 +145,19 @@ impl<B: Kernels> RankContext<'_, B> {
         }
     }
 
-    /// Which keys the queries of `tokens` tokens see. `starts`: where each token's document begins; empty if documents are not kept apart.
+    /// The keys to which the queries of `tokens` tokens attend. `starts` contains the position at which each token's document begins; empty
+    /// without document masking.
     pub fn sight(&self, starts: &[i32], tokens: usize) -> nibble_core::Result<Sight<B>> {
         let starts = (!starts.is_empty()).then(|| self.b.upload(starts)).transpose()?;
         self.sight_of(starts.as_ref(), tokens)
     }
 
-    /// The same for `starts` on the device.
+    /// Like [`RankContext::sight`], but with `starts` on the device.
     pub fn sight_of(&self, starts: Option<&B::Buf<i32>>, tokens: usize) -> nibble_core::Result<Sight<B>> {
         Sight::find(self.b, &self.config.model, starts, (tokens, self.config.data.seq_len))
     }
 
-    /// The loss of each sequence of a batch, in nats. Every rank holds the whole batch and evaluates its part.
+    /// The loss of each sequence of a batch, in nats. Every rank has the whole batch and evaluates its own part.
     pub fn held_out_nats(&mut self, model: &Decoder<B>, batch: &Batch) -> Result<Vec<f32>> {
         let mut nats = self.nats_of_runs(model, batch, 1)?;
         // The truncation removes the sequences that pad the ranks' parts.

@@ -250,7 +250,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         Ok(Self { context, model, buffers, cx })
     }
 
-    /// Returns the objects of the context to the buffers.
+    /// Moves the objects that `new` took from the buffers back into the buffers.
     pub fn end(self) {
         let Cx { shards, clock, counted, delayed, .. } = self.cx;
         let counted = counted.into_inner();

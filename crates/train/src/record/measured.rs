@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 
-/// The layers that a measuring step measures: a part of the decoder layers, which changes from turn to turn, and all tensors outside
+/// The layers that a measuring step measures: some of the decoder layers, which differ from turn to turn, and all tensors outside
 /// decoder layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerSample {
@@ -37,16 +37,16 @@ impl LayerSample {
     }
 }
 
-/// Counts from a comparison of values other than zero with what they were quantized to ([`nibble_core::ops::MeasureQuantization`]).
+/// Counts from a comparison of values other than zero with their quantized values ([`nibble_core::ops::MeasureQuantization`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Measured {
     /// Number of values that did not change.
     pub exact: u64,
-    /// Values that became zero.
+    /// Number of values that became zero.
     pub underflowed: u64,
     /// Number of values that are larger than the largest code under their scale.
     pub saturated: u64,
-    /// All values other than zero. A tensor that is quantized by rows and by columns has twice as many.
+    /// Number of values other than zero. A tensor that is quantized both by rows and by columns is counted twice.
     pub values: u64,
 }
 

@@ -91,19 +91,19 @@ impl<B: Backend> Counted<B> {
         &self.sites
     }
 
-    /// Keeps the counts of a site until they are collected.
+    /// Stores the counts of a site until the counts are collected.
     pub fn keep(&mut self, site: CountSite, counts: Counts<B>, found: Option<(FoundCells, Found<B>)>) {
         let site = self.meet(site);
         self.waiting.push(Waiting { site, counts, found, measured: Vec::new() });
     }
 
-    /// Whether a step measures the site whose counts were kept last.
+    /// Whether a step measures the site whose counts were stored last.
     pub fn is_measured(&self, sample: LayerSample) -> bool {
         let last = self.waiting.last().map(|last| &self.sites[last.site]);
         last.is_some_and(|site| sample.takes(site.decoder_layer()))
     }
 
-    /// Adds measurements to the counts that were kept last.
+    /// Adds measurements to the counts that were stored last.
     pub fn keep_measured(&mut self, measured: Vec<B::Buf<u64>>) {
         if let Some(last) = self.waiting.last_mut() {
             last.measured = measured;

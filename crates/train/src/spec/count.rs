@@ -115,9 +115,9 @@ impl ModelSpec {
 }
 
 impl Config {
-    /// Flops of a token's products, forward and backward: two per multiply-add, three products for each product of the model. Attention
-    /// counts the part of the square that a causal mask and a sliding window leave ([`mean_keys`]); experts count their routed rows without padding. Recomputation does not
-    /// count.
+    /// Flops of a token's products, forward and backward: two flops per multiply-add, and three products (fprop, dgrad, wgrad) for each
+    /// product of the forward pass. Attention counts only the query-key pairs that the causal mask and a sliding window leave
+    /// ([`mean_keys`]); experts count their routed rows without padding. Recomputation is not counted.
     #[must_use]
     pub fn flops_per_token(&self) -> f64 {
         let spec = ModelSpec::new(&self.model);

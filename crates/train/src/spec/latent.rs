@@ -12,7 +12,7 @@ pub struct LatentShape {
     pub heads: usize,
     /// Number of elements of a head of queries and keys that are not rotated, and that heads do not share.
     pub nope_dim: usize,
-    /// Number of elements that follow and are rotated. All heads share the rotated elements of the key.
+    /// Number of rotated elements, which follow the elements of `nope_dim`. All heads share the rotated elements of the key.
     pub rope_dim: usize,
     /// Number of elements of a head of values.
     pub value_dim: usize,
@@ -20,7 +20,7 @@ pub struct LatentShape {
     pub q_rank: usize,
     /// Width of the latent of keys and values.
     pub kv_rank: usize,
-    /// The most keys that a query sees; `None`: all keys of its document up to its own.
+    /// The largest number of keys to which a query attends; `None` means all keys of its document up to its own.
     pub window: Option<usize>,
 }
 

@@ -24,7 +24,7 @@ pub struct GroupedQueryShape {
     pub qkv_bias: bool,
     /// Whether each query head has an attention sink.
     pub sinks: bool,
-    /// The most keys that a query sees; `None`: all keys of its document up to its own.
+    /// The largest number of keys to which a query attends; `None` means all keys of its document up to its own.
     pub window: Option<usize>,
 }
 

@@ -78,7 +78,7 @@ pub struct ModelSpec {
 pub struct Run {
     /// Number of layers of the run.
     pub layers: Size,
-    /// How many of them have a sliding window.
+    /// How many layers of the run have a sliding window.
     pub sliding: usize,
     /// The first layer.
     pub block: BlockSpec,
@@ -141,7 +141,8 @@ impl ModelSpec {
         self.config.experts
     }
 
-    /// Every part in canonical order. Parameters are in this order. A forward pass uses the parts in this order, except norms of heads.
+    /// Every part in canonical order. Parameters are in this order. A forward pass uses the parts in the same order, except the norms of
+    /// heads.
     pub fn parts(&self) -> impl Iterator<Item = Part> + '_ {
         let blocks = self.blocks().flat_map(|block| block.parts().into_iter().cloned().collect::<Vec<_>>());
         let (first, last) = (self.embed.clone(), [self.norm.clone(), self.head.clone()]);

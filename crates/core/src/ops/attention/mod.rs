@@ -10,13 +10,13 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 ///
 /// Rows are sequences of `seq_len` tokens, one after the other. Scores are q·k · `scale`; scores and sums are F32. Heads of values (and of
 /// the output) may differ in size from heads of queries and keys. For BF16 inputs, a backend may round the probabilities P to BF16 before
-/// they multiply v, because tensor cores need BF16 operands. In the backward pass it may round P and dS before their products; see
+/// they multiply v, because tensor cores need BF16 operands. In the backward pass, a backend may round P and dS before their products; see
 /// [`attention_agreement`].
 ///
-/// With [`Windows`] a query sees only some of its sequence's keys. Keys outside a query's window do not change the result as long as they
-/// are finite; a backend may multiply their values by a probability of 0. Windows that hide nothing give the same bits as no windows. On a
-/// CPU, a packed document has the same bits as in a sequence of its own. On a GPU, whose tiles run along the whole sequence, the two
-/// results agree only within [`attention_agreement`].
+/// With [`Windows`], a query attends only to some of its sequence's keys. Keys outside a query's window do not change the result as long
+/// as they are finite; a backend may multiply their values by a probability of 0. Windows that hide nothing give the same bits as no
+/// windows. On a CPU, a packed document has the same bits as in a sequence of its own. On a GPU, whose tiles run along the whole sequence,
+/// the two results agree only within [`attention_agreement`].
 ///
 /// With sinks, the softmax denominator of head h has one more term, exp(sink_h). This term has no value vector, so the attention weights
 /// sum to less than 1. A sink of -∞ has no effect.
@@ -36,7 +36,7 @@ pub struct Attention<'a, B: Backend> {
     pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,
-    /// Which keys each query sees, if not all keys of its sequence up to its own position.
+    /// The keys to which each query attends, if these are not all keys of its sequence up to its own position.
     pub windows: Option<&'a Windows<B>>,
     /// F32 of shape `[1, heads]`: the attention sink of each query head, an unscaled score without a key.
     pub sinks: Option<&'a Tensor<B>>,
@@ -53,12 +53,13 @@ pub struct AttentionOut<B: Backend> {
 
 /// How closely backends must agree in [`Attention`] and [`AttentionBackward`], by the type of q.
 ///
-/// For F32, the bound covers sums in another order. For BF16, it covers the rounding of P and dS to 8 bits. Each term is off by up to 2⁻⁹,
-/// and the errors of the terms are independent, so a sum is off by about 1e-3 of its size. If both backends round their results, the
-/// difference is 2.2e-3 to 4.2e-3 for scores that spread by 1 or less (measured on an emulation, normal and heavy-tailed values, up to 300
-/// tokens). This bound is for the sums before they are rounded. A comparison adds the error of rounding, so the bound of 5e-4 becomes
-/// 4.5e-3. By contrast, a scale that is off by 1 % causes a difference of 5e-3 or more, and one key too many or too few causes 0.1 or more.
-/// If one key has nearly all of P, dq and dk are small differences of large numbers, and no bound holds for dq and dk.
+/// For F32, the bound covers sums in another order. For BF16, the bound covers the rounding of P and dS to 8 bits. Each term is off by up
+/// to 2⁻⁹, and the errors of the terms are independent, so a sum is off by about 1e-3 of its size. If both backends round their results,
+/// the difference is 2.2e-3 to 4.2e-3 for scores that spread by 1 or less (measured on an emulation, normal and heavy-tailed values, up to
+/// 300 tokens). This bound is for the sums before they are rounded. A comparison adds the error of rounding, so the bound of 5e-4 becomes
+/// 4.5e-3. By contrast, a scale that is off by 1 % causes a difference of 5e-3 or more, and one key too many or too few causes a difference
+/// of 0.1 or more. If a single key has nearly all of a query's probability, dq and dk are small differences of large numbers, and no bound
+/// holds for them.
 pub fn attention_agreement(q: DType) -> Agreement {
     match q {
         DType::F32 => Agreement::RelL2(1e-5),
@@ -101,7 +102,7 @@ impl<'a, B: Backend> Attention<'a, B> {
 
 /// Attention of one new token: the row of [`Attention`] for the last of `len` tokens, over the keys and values of the tokens from `first` on.
 /// Returns `[1, heads · value_dim]`, type of q. Backends must agree as in [`Attention`] ([`attention_agreement`]). On one backend, the result
-/// agrees with that of [`Attention`] within the same bound; on a CPU the two have the same bits except for the sign of a zero.
+/// agrees with that of [`Attention`] within the same bound; on a CPU the two results have the same bits except for the sign of a zero.
 #[derive(Debug)]
 pub struct AttentionDecode<'a, B: Backend> {
     /// Shape `[1, heads · head_dim]`.
@@ -116,16 +117,16 @@ pub struct AttentionDecode<'a, B: Backend> {
     pub value_dim: usize,
     /// Factor of the scores, finite and above 0: [`attention_scale`] unless a model has its own scale.
     pub scale: f32,
-    /// The first token whose key the query sees: 0 unless a sliding window hides keys.
+    /// The first token to whose key the query attends: 0 unless a sliding window hides keys.
     pub first: usize,
-    /// Tokens so far, including the token of q.
+    /// Number of tokens so far, including the token of q.
     pub len: usize,
     /// The attention sinks, as in [`Attention`].
     pub sinks: Option<&'a Tensor<B>>,
 }
 
 impl<'a, B: Backend> AttentionDecode<'a, B> {
-    /// Attention with the usual scale ([`attention_scale`]), in which no keys are hidden. `dims`: `head_dim` and `value_dim`.
+    /// Attention with the usual scale ([`attention_scale`]), in which no keys are hidden. `dims` contains `head_dim` and `value_dim`.
     pub fn new([q, k, v]: Qkv<'a, B>, (head_dim, value_dim): (usize, usize), len: usize) -> Self {
         Self { q, k, v, head_dim, value_dim, scale: attention_scale(head_dim), first: 0, len, sinks: None }
     }

@@ -1,28 +1,29 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result};
 
-/// Which keys each query of [`Attention`](crate::ops::Attention) sees, in addition to the causal mask: documents and sliding windows.
+/// The keys to which each query of [`Attention`](crate::ops::Attention) attends, in addition to the causal mask: the masks of documents and
+/// sliding windows.
 ///
-/// Both lists have one number per token of a batch of sequences; positions i and j count from the start of a sequence. Query i sees the
-/// keys `first_key[i]` ..= i; key j is seen by the queries j .. `end_query[j]`. The two lists must describe the same mask. Neither list
-/// decreases within a sequence; `first_key[i]` ≤ i and `end_query[j]` ≥ j + 1. [`FindWindows`] computes both lists.
+/// Both lists have one number per token of a batch of sequences; positions i and j count from the start of a sequence. Query i attends
+/// to the keys `first_key[i]` ..= i; the queries j .. `end_query[j]` attend to key j. The two lists must describe the same mask.
+/// Neither list decreases within a sequence; `first_key[i]` ≤ i and `end_query[j]` ≥ j + 1. [`FindWindows`] computes both lists.
 ///
 /// Operations cannot check values on a device. Operations clamp a number that is out of range; other invalid lists give meaningless
 /// results, which differ between backends.
 #[derive(Debug, Clone)]
 pub struct Windows<B: Backend> {
-    /// The first key that each query sees. `[t]`
+    /// The first key to which each query attends. `[t]`
     pub first_key: B::Buf<i32>,
-    /// One past the last query that sees each key. `[t]`
+    /// For each key, one past the last query that attends to the key. `[t]`
     pub end_query: B::Buf<i32>,
-    /// The most keys that a query sees, as far as the host knows: the length of a sliding window, otherwise of a sequence. No result
-    /// depends on it; backends count work by it.
+    /// An upper bound, known to the host, of the number of keys to which a query attends: the length of a sliding window, otherwise
+    /// of a sequence. No result depends on this bound; backends use it to count work.
     pub most_keys: usize,
 }
 
-/// Keys that a query sees on average under a causal mask in sequences of `seq_len` tokens, at most `most_keys` for each query:
-/// w - w² / (2 · `seq_len`) with w = `most_keys`, and half of `seq_len` without a window. As is usual in counts of flops, a query and its
-/// own key are half a pair.
+/// The mean number of keys to which a query attends under a causal mask, in sequences of `seq_len` tokens and with at most `most_keys`
+/// keys per query. The result is w - w² / (2 · `seq_len`) with w = `most_keys`, and half of `seq_len` without a window. As is usual in
+/// counts of flops, a query and its own key count as half a pair.
 pub fn mean_keys(seq_len: usize, most_keys: usize) -> f64 {
     let (seq_len, most) = (seq_len.max(1) as f64, most_keys.min(seq_len) as f64);
     most - most * most / (2.0 * seq_len)
@@ -38,16 +39,16 @@ impl<B: Backend> Windows<B> {
 
 /// Computes the [`Windows`] of documents that are packed one after the other into sequences.
 ///
-/// A document is a run of tokens of one sequence with the same number. A query sees the keys of its own document up to its own position.
-/// With `window` it sees only the last `window` of these keys, its own included (sliding windows, as in Mistral 7B): query i sees key j if
-/// i - j < `window`.
+/// A document is a run of tokens of one sequence with the same number. A query attends to the keys of its own document up to its own
+/// position. With `window`, it attends only to the last `window` of these keys, including its own key (sliding windows, as in Mistral 7B):
+/// query i attends to key j if i - j < `window`.
 #[derive(Debug)]
 pub struct FindWindows<'a, B: Backend> {
     /// The document number of each token, which never decreases within a sequence. `[t]`
     pub document: &'a B::Buf<i32>,
     /// Tokens of a sequence.
     pub seq_len: usize,
-    /// Maximum number of keys that a query sees, at least 1; `None` means no limit.
+    /// Maximum number of keys to which a query attends, at least 1; `None` means no limit.
     pub window: Option<usize>,
 }
 
@@ -72,7 +73,8 @@ impl<B: Backend> FindWindows<'_, B> {
         }
     }
 
-    /// The most keys that a query sees; the length of a sequence without a limit. For checked arguments.
+    /// The largest number of keys to which a query attends: `window`, or the length of a sequence if there is no window. Call `check`
+    /// first.
     pub fn most_keys(&self) -> usize {
         self.window.unwrap_or(self.seq_len).min(self.seq_len)
     }

@@ -8,12 +8,12 @@ use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result, Tensor};
 ///
 /// * [`EXACT`](Self::EXACT): q = x;
 /// * [`UNDERFLOWED`](Self::UNDERFLOWED): q = 0;
-/// * [`SATURATED`](Self::SATURATED): the code has the element's largest magnitude, and |x| > |q| > 0: x is out of range of its scale;
-/// * [`VALUES`](Self::VALUES): all of them.
+/// * [`SATURATED`](Self::SATURATED): the code has the element's largest magnitude, and |x| > |q| > 0, so x exceeds its scale's range;
+/// * [`VALUES`](Self::VALUES): every value other than zero.
 ///
-/// A zero counts nowhere: it stays zero under every quantization, and would hide what becomes of the other values. A NaN counts neither as
-/// exact nor as underflowed nor as saturated. The same holds for every value of a block that is marked NaN. Padding rows of `groups` are
-/// not counted; neither are the rows that `Col` tensors have beyond `x`.
+/// Zeros are not counted, because a zero stays zero under every quantization and would hide what becomes of the other values. A NaN counts
+/// neither as exact nor as underflowed nor as saturated. The same holds for every value of a block that is marked NaN. Padding rows of
+/// `groups` are not counted; neither are the rows that `Col` tensors have beyond `x`.
 #[derive(Debug)]
 pub struct MeasureQuantization<'a, B: Backend> {
     /// The input of the quantization, F32 or BF16, before any transform.

@@ -259,8 +259,8 @@ impl<B: Backend> Found<B> {
     pub const VALUES: usize = 1;
 }
 
-/// Quantizes a matrix `[rows, cols]`. A row or column that ends inside a block is extended by zeros, so the block's scale is that of its
-/// values.
+/// Quantizes a matrix `[rows, cols]`. A row or column that ends inside a block is extended by zeros, so the scale of such a block
+/// depends only on its values.
 ///
 /// With `groups`, the rows are those of several groups: column blocks start at each group's start, rows past a group's length read as zero,
 /// and padding is not counted.

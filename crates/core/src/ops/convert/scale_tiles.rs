@@ -25,7 +25,7 @@ pub struct CutScales {
     pub cols: usize,
     /// Which side is cut.
     pub side: CutSide,
-    /// How far a group's start advances per scale: by 1 if rows are cut; by the length of a block if columns are cut.
+    /// The distance between group starts that corresponds to one scale: 1 if rows are cut, or the length of a block if columns are cut.
     pub per_scale: usize,
 }
 
@@ -46,8 +46,8 @@ impl CutScales {
         }
     }
 
-    /// Bytes of the tiles of `num_groups` groups: they suffice for any starts of the groups, because the host does not know the starts.
-    /// Bytes that no group needs are zero.
+    /// Bytes of the tiles of `num_groups` groups. The number suffices for any starts of the groups, because the host does not know the
+    /// starts. Bytes that no group needs are zero.
     pub const fn tiled_len(&self, num_groups: usize) -> usize {
         let ([cut, other], [tile, other_tile]) = (self.sides(), self.tile());
         (cut + num_groups * tile) * other.next_multiple_of(other_tile)

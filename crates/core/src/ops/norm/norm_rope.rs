@@ -4,7 +4,8 @@ use crate::ops::{Positions, RmsNormBackward, RmsNormOut};
 use crate::{Agreement, Backend, DType, Result, Tensor};
 
 /// Queries or keys before attention: [`RmsNorm`](crate::ops::RmsNorm) of each head, rounded to the type of x, then
-/// [`Rope`](crate::ops::Rope), rounded again. The result has the same bits as that of the two operations in sequence.
+/// [`Rope`](crate::ops::Rope), rounded again. The result has the same bits as the result of the two operations in
+/// sequence.
 ///
 /// Head h of row r is row r · heads + h of the norm. The op returns y `[t, heads · head_dim]` and `inv_rms`, one number per head of each
 /// row; `sum` is `None`.

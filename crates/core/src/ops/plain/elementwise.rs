@@ -142,7 +142,7 @@ impl<B: Backend> SumShards<'_, B> {
 /// and the tree 8, 4, 2, 1 reduces the lanes. [`CloseSquares`] adds the sums of chunks.
 #[derive(Debug)]
 pub struct SumSquares<'a, B: Backend> {
-    /// The tensors. One call takes all of them, so that a GPU needs only a few launches.
+    /// The tensors. One call takes all tensors, so that a GPU needs only a few launches for them.
     pub tensors: Vec<Squared<'a, B>>,
     /// Output buffer for the sums of chunks.
     pub into: &'a mut B::Buf<f64>,

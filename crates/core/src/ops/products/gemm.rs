@@ -33,7 +33,7 @@ pub struct Factor {
     pub rows: usize,
     /// Number of columns of the logical matrix.
     pub cols: usize,
-    /// Number of columns in an aligned run that is known to share its scales.
+    /// Number of columns in an aligned run of columns that are known to have equal scales.
     pub shared_cols: usize,
     /// The form of the operand's numbers.
     pub taken: Taken,

@@ -22,11 +22,11 @@ use nibble_formats::{BlockAxis, Codec, Element, Format, LIFTED_BLOCK, ScaleRule,
 use std::fmt;
 
 /// How closely backends must agree for E4M3 and E5M2 operands with one scale per 128 or more values, and F32 output. Hopper's tensor cores
-/// align the products of a sum to the largest product and keep about 13 bits below the largest product, where F32 keeps 23 bits. With
-/// partial sums promoted every 128 values of the contraction, the error is 1.6e-4 on random data, 3e-4 on heavy tails, and up to 6e-4 if
-/// one product of a block is far larger than the others (outliers along the contraction). These errors were measured with E4M3. The bits
-/// that are cut off depend only on the largest product and not on the elements, whose products are exact: 8 bits for two E4M3 elements, 7
-/// for E4M3 and E5M2, 6 for two E5M2.
+/// align the products of a sum to the largest product and keep about 13 bits below the largest product, where F32 keeps 23 bits. Partial
+/// sums are promoted to F32 every 128 values of the contraction. The error is then 1.6e-4 on random data and 3e-4 on heavy-tailed data.
+/// The error is up to 6e-4 if one product of a block is far larger than the others (outliers along the contraction). These errors were
+/// measured with E4M3. The bits that are cut off depend only on the largest product and not on the elements, because products are exact. A
+/// product has 8 significant bits for two E4M3 elements, 7 for E4M3 and E5M2, and 6 for two E5M2 elements.
 pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(7e-4);
 
 /// How closely backends must agree for BF16 operands, and for quantized operands that are decoded to BF16. Tensor cores keep more bits of

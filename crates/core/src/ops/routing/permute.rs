@@ -77,7 +77,7 @@ impl<B: Backend> PlanPermute<'_, B> {
 }
 
 /// Copies received rows, with their codes and scales, into expert-sorted order. Padding rows get code 0 and scale byte 0 (2⁻¹²⁶ for F32
-/// scales); in a plain tensor they are zeros.
+/// scales); in a plain tensor, padding rows are zeros.
 #[derive(Debug)]
 pub struct Permute<'a, B: Backend> {
     /// The received rows, plain or with blocks along the rows.

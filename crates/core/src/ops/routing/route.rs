@@ -35,7 +35,7 @@ pub struct ExpertGroups {
 pub struct RouteRule {
     /// The score function.
     pub scores: Scores,
-    /// Experts per token.
+    /// Number of experts per token.
     pub top_k: usize,
     /// Whether to divide a token's gate weights by their sum. For sigmoids, the divisor is their sum + [`RouteRule::TINY`].
     pub normalize: bool,
@@ -52,7 +52,7 @@ impl RouteRule {
     /// A constant that is added to divisors that are sums of sigmoids, because such a sum may be 0.
     pub const TINY: f32 = 1e-20;
 
-    /// Softmax over all experts; the experts with the largest scores are chosen.
+    /// The rule that chooses the experts with the largest softmax probabilities over all experts.
     pub const fn softmax(top_k: usize, normalize: bool) -> Self {
         Self { scores: Scores::Softmax, top_k, normalize, groups: None, scale: 1.0, in_turn: false }
     }
@@ -110,9 +110,9 @@ impl RouteRule {
 ///   sixteen results by the tree 8, 4, 2, 1. Sums are F32 (F64 for the load-balancing loss), with products by fma.
 /// * A sum over slots runs in slot order, in F32.
 /// * A sum over the tokens of a shard has chunks of [`Route::CHUNK`] tokens. Token i of a chunk is added to lane i mod 16 in F32, each lane
-///   in order, and the lanes are reduced by the tree 8, 4, 2, 1. The sums of chunks are added in the same way, in F64, and rounded to F32
-///   at the end of the loss. With documents, each token's share of the load-balancing loss is summed over experts in F32, and then over
-///   tokens in this order.
+///   in order, and the lanes are reduced by the tree 8, 4, 2, 1. The sums of chunks are added in the same way, in F64; the loss is rounded
+///   to F32 at the end. With documents, each token's share of the load-balancing loss is summed over experts in F32, and then over tokens
+///   in this order.
 #[derive(Debug)]
 pub struct Route<'a, B: Backend> {
     /// Shape `[t, e]`, F32.
@@ -144,10 +144,10 @@ pub struct Routing<B: Backend> {
     pub load: B::Buf<i32>,
     /// Two values per shard. The first is the load-balancing loss e · Σ_e (share of slots sent to e) · (mean probability of e), which is 1
     /// if experts are balanced. The second is the z-loss mean((log Σ exp logits)²). The shares of slots, load / (k · tokens), sum to 1
-    /// here; in the loss of `transformers`, which extends Switch Transformer's loss to several experts per token, the shares sum to k. With
-    /// sigmoid scores, the probability of an expert is its sigmoid divided by the token's sum of sigmoids, as in equation 19 of [arXiv
-    /// 2412.19437](https://arxiv.org/abs/2412.19437). With documents, the loss is e / (k · tokens) · Σ_t Σ_e p_te · n_e / l, where the
-    /// document of token t has l tokens, and n_e of the document's slots chose expert e.
+    /// here; in the loss of `transformers`, the shares sum to k, because that loss extends Switch Transformer's loss to several experts per
+    /// token. With sigmoid scores, the probability of an expert is its sigmoid divided by the token's sum of sigmoids, as in equation 19 of
+    /// [arXiv 2412.19437](https://arxiv.org/abs/2412.19437). With documents, the loss is e / (k · tokens) · Σ_t Σ_e p_te · n_e / l, where
+    /// the document of token t has l tokens, and n_e of the document's slots chose expert e.
     pub losses: B::Buf<f32>,
 }
 

@@ -2,8 +2,8 @@ use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result};
 
 /// The rank of each (token, slot), for experts sharded over ranks evenly and in order: expert / `experts_each`.
-/// [`PlanPermute`](crate::ops::PlanPermute) sorts slots by rank as it does by expert. An expert out of range is not an error: the slot's
-/// rank is −1, and the slot is not counted.
+/// [`PlanPermute`](crate::ops::PlanPermute) sorts slots by rank in the same way as by expert. An expert out of range is not an error:
+/// the slot's rank is −1, and the slot is not counted.
 #[derive(Debug)]
 pub struct AssignRanks<'a, B: Backend> {
     /// Global expert of each (token, slot): `[t·k]`.
@@ -72,9 +72,9 @@ pub const fn record_words(top_k: usize) -> usize {
     1 + 2 * top_k
 }
 
-/// Writes the record of each token that is sent to a rank, in [`record_words`] words: the token's global number plus 1; for each slot, the
-/// local number of the slot's expert on that rank plus 1, or 0 if another rank has the expert; for each slot, the bits of the gate weight.
-/// So a record of zeros has no token.
+/// Writes the record of each token that is sent to a rank, in [`record_words`] words. The first word is the token's global number plus 1.
+/// Then, for each slot, comes the local number of the slot's expert on that rank plus 1, or 0 if another rank has the expert. Last come
+/// the bits of each slot's gate weight. So a record of zeros has no token.
 ///
 /// A record goes to the rank that has the expert of the record's slot. All words of the record are 0 if the slot is negative or past the
 /// end. If the slot's expert is negative, the words for experts are 0.

@@ -11,7 +11,7 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// rounded. If [`Control::STOP`] is set, nothing changes.
 #[derive(Debug)]
 pub struct AdamW<'a, B: Backend> {
-    /// The parameters. One call takes all of them, so that a GPU needs only a few launches.
+    /// The parameters. One call takes all parameters, so that a GPU needs only a few launches.
     pub tensors: Vec<AdamWTensor<'a, B>>,
     /// Learning rate, bias corrections, clipping factor and the stop flag: see [`Control`].
     pub control: &'a B::Buf<f32>,

@@ -141,7 +141,8 @@ impl<B: Backend> BeginStep<'_, B> {
 /// Begins a micro-batch: copies its ids, its targets and its document starts from the step's slot to the buffers of the passes, and numbers
 /// its rows as (micro-batch · ranks + rank) · tokens + row. The op also advances the clock.
 ///
-/// A backend refuses a micro-batch beyond the layout's number if the host can see the clock; otherwise it reads the last micro-batch again.
+/// A backend refuses a micro-batch beyond the layout's number if the host can see the clock; otherwise the backend reads the last
+/// micro-batch again.
 #[derive(Debug)]
 pub struct BeginMicroBatch<'a, B: Backend> {
     /// The ring buffer of inputs.

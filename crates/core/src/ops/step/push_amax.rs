@@ -29,8 +29,8 @@ impl AmaxRecords {
         self.spans == 0
     }
 
-    /// For each span: the index of its record, the length of its history, whether only the most recent magnitude determines the scale, and
-    /// the margin.
+    /// Four words for each span: the index of its record, the length of its history, whether only the most recent magnitude determines the
+    /// scale, and the margin.
     ///
     /// # Errors
     /// An error if the history or the margin is out of range; [`Error::Shape`] if the index of a record does not fit a word.

@@ -42,9 +42,9 @@ pub struct HeadLoss<'a, B: Backend> {
     pub targets: &'a B::Buf<i32>,
     /// Number of shards; rows are divided evenly among them.
     pub shards: usize,
-    /// The largest number of tokens whose logits exist at a time (`nibble_choice::head_loss::chunk` chooses it for a device). The number is
-    /// even, because the BF16 dot product takes the contraction in pairs; if columns are quantized, the number is a multiple of their block
-    /// length. Long shards are cut into chunks, and a chunk may hold several whole short shards, but never parts of two shards.
+    /// The largest number of tokens whose logits exist at a time (`nibble_choice::head_loss::chunk` chooses this number for a device). The
+    /// number is even, because the BF16 dot product takes the contraction in pairs; if columns are quantized, the number is a multiple of
+    /// their block length. Long shards are cut into chunks, and a chunk may hold several whole short shards, but never parts of two shards.
     pub chunk: usize,
     /// Arguments of the gradients; `None` to compute only the losses.
     pub grad: Option<HeadLossGrad<'a, B>>,

@@ -35,7 +35,7 @@ pub(super) struct Compiler<'a> {
 }
 
 impl Compiler<'_> {
-    /// The product with weight number `weight`, as a reader.
+    /// The reader that is the GEMM `product` of weight number `weight`.
     pub fn reader(&self, weight: usize, product: Product) -> Reader {
         Reader::Product(self.products[Product::ALL.len() * weight + product as usize])
     }

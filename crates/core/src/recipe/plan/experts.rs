@@ -31,7 +31,7 @@ pub struct ExpertPlan {
     pub x: Conversion,
     /// The conversion of the second product's input for fprop, and to the saved form.
     pub a: Conversion<Computed>,
-    /// Whether the saved form of `a` exists.
+    /// Whether the forward pass saves `a`.
     pub keeps_a: bool,
     /// The form in which SwiGLU's kernel writes SwiGLU's input for the backward pass; `None` if that input is saved as it is.
     pub h: Option<Precision>,

@@ -61,7 +61,7 @@ impl Sight {
         self.first_key.get(segment.first + query).copied().unwrap_or(0)
     }
 
-    /// The first key in the sums of a tile of queries. A key to which a query does not attend has weight 0.
+    /// The first key in the sums of the tile of queries that contains `query`. A key to which a query does not attend has weight 0.
     pub fn tile_start(&self, segment: Segment, query: usize) -> usize {
         self.first_key(segment, query / TILE * TILE) / TILE * TILE
     }

@@ -1,10 +1,10 @@
 // Assembly of the keys and values of multi-head latent attention, and its backward pass.
 //
 // All widths are in units of kCount numbers. A unit is 16 bytes of T (Bf16 or F32) if all widths are multiples of 16 bytes; otherwise
-// kCount is 1. A head has `key_units` of its own key and `value_units` of its value. The other part of the key is shared by all heads:
-// `half_units` are half of it, and its pairs are rotated (RoPE). table [positions, 2 * half] F32, half = half_units * kCount: cosines, then
-// sines, from the first position on. A thread copies a unit in up to kAssembleHeads heads: g, g + head_groups, ..., head_groups =
-// ceil(heads / kAssembleHeads). There are fewer than 2^31 tasks, and fewer than 2^31 warps. 256 threads.
+// kCount is 1. A head's own part of the key has `key_units` units, and its value has `value_units`. All heads share the other part of the
+// key, which is rotated (RoPE); half of this part has `half_units` units. table [positions, 2 * half] F32, half = half_units * kCount:
+// cosines, then sines, from the first position on. A thread copies a unit in up to kAssembleHeads heads: g, g + head_groups, ...,
+// head_groups = ceil(heads / kAssembleHeads). There are fewer than 2^31 tasks, and fewer than 2^31 warps. 256 threads.
 //
 // assemble_kv<T, kCount>: up [rows, heads * (key + value)], shared [rows, 2 * half] -> k [rows, heads * (key + 2 * half)], v [rows, heads *
 //   value]. Some threads copy a head's own units. All other threads rotate a unit of each half of the shared key and write both units to up

@@ -33,7 +33,7 @@ __device__ __forceinline__ void clear(float (&sum)[kOwn][kCols]) {
         for (int c = 0; c < kCols; ++c) sum[i][c] = 0.0f;
 }
 
-/// Replaces `score`, of a query and a key, by P, and `dp`, which is dout·v, by dS.
+/// Replaces the score of a query and a key by P, and `dp`, which is dout·v, by dS.
 __device__ __forceinline__ void score_grad(float& score, float& dp, bool seen, float lse, float delta) {
     score = seen ? exp_or_nan(score - lse) : 0.0f;
     dp = seen ? score * (dp - delta) : 0.0f;

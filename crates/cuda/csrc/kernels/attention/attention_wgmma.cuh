@@ -12,7 +12,7 @@
 // exponentials of another. P is rounded to BF16. Sums are F32, over the keys from the last to the first. The running maximum, which is
 // subtracted in the exponentials, changes only if P would otherwise exceed 2^8.
 //
-// Measured on an H200, sustained: 550 to 599 TFLOP/s at heads of 128 and 4096 tokens, 627 to 668 at 16384, 433 to 454 at heads of 64.
+// Sustained TFLOP/s on an H200: 550 to 599 with heads of 128 at 4096 tokens, 627 to 668 at 16384 tokens; 433 to 454 with heads of 64.
 #pragma once
 #include "math/log.cuh"
 #include "pieces/attention/attention_ring.cuh"
@@ -40,7 +40,7 @@ struct ForwardShared {
     RingBarriers<kKeyStages> k_ring, v_ring;
 };
 
-/// How many tiles of keys a tile of queries sees under the causal mask.
+/// The number of tiles of keys to which a tile of queries attends under the causal mask.
 template <int kRows>
 __device__ __forceinline__ int key_tiles(const AttentionSizes& sizes, int tile) {
     return ceil_div(min((tile + 1) * kRows, sizes.seq_len), kKeys);

@@ -17,8 +17,8 @@
 // Dynamic shared memory: the size of the kernel's shared struct + 1008 bytes. One warp loads tiles. The tensor cores start S of the next
 // tile before the sums of the current tile are complete.
 //
-// Measured on an H200, sustained: dk and dv 626 to 648 TFLOP/s at heads of 128, counting four GEMMs, and 544 at heads of 64; dq 582 to 637
-// and 510, counting three GEMMs. A dense BF16 GEMM of cuBLASLt sustains 651 TFLOP/s on the same GPU. On an H100 with heads of 192 and
+// Measured on an H200, sustained, with heads of 128 (heads of 64): dk and dv 626 to 648 TFLOP/s (544), counting four GEMMs; dq 582 to 637
+// TFLOP/s (510), counting three GEMMs. A dense BF16 GEMM of cuBLASLt sustains 651 TFLOP/s on the same GPU. On an H100 with heads of 192 and
 // values of 128, dk and dv reach 603 TFLOP/s, and dq reaches 640.
 #pragma once
 #include "pieces/attention/key_grads.cuh"

@@ -15,18 +15,18 @@
 // limited by the tensor cores, and work on queries by memory bandwidth, so running both concurrently is faster than one after the other.
 // Sums are F32; each sum is computed by one CTA in a fixed order.
 //
-// Measured on an H100, alternating with the two kernels, random numbers, heads of 192 with values of 128: 12.8 ms against 16.2 (4 sequences
-// of 4096 tokens, 128 heads), 1.66 against 2.09 (the same with 16 heads), 5.9 against 8.8 (2 of 8192, 32 heads), 2.38 against 2.64 (16 of
-// 1024, 64 heads). Heads of 128: 2.74 ms against 3.30 (4 of 4096, 32 heads), 0.51 against 0.60 (16 of 1024, 16 heads). For heads of 64 this
-// kernel takes 1.94 ms against 1.97 ms, and it is slower than the two kernels at 1024 tokens. Heads that share keys would need the dS of a
-// whole group in a slot, which is no faster for 2048 tokens.
+// Measured on an H100, random numbers, alternating with the two kernels of attention_wgmma_backward.cuh. Heads of 192 with values of 128:
+// 12.8 ms against 16.2 ms (4 sequences of 4096 tokens, 128 heads), 1.66 against 2.09 ms (the same with 16 heads), 5.9 against 8.8 ms (2
+// sequences of 8192, 32 heads), 2.38 against 2.64 ms (16 of 1024, 64 heads). Heads of 128: 2.74 ms against 3.30 ms (4 of 4096, 32 heads),
+// 0.51 against 0.60 ms (16 of 1024, 16 heads). For heads of 64 this kernel takes 1.94 ms against 1.97 ms, and it is slower than the two
+// kernels at 1024 tokens. Heads that share keys would need the dS of a whole group in a slot, which is no faster for 2048 tokens.
 #pragma once
 #include "pieces/attention/key_grads.cuh"
 #include "ptx/count.cuh"
 
 namespace nib {
 
-/// By how many heads dk and dv run ahead of dq, and for how many heads `score_grads` can hold dS;
+/// dk and dv run `ahead` heads ahead of dq, and `score_grads` can hold the dS of `slots` heads;
 /// `slots` is at least `ahead`.
 struct OncePlan {
     int ahead;

@@ -2,8 +2,8 @@
 // that see each key.
 //
 // find_windows: document [t], which never decreases within a sequence of seq_len. Writes first_key and end_query [t], in positions of the
-//   sequence: a query sees the keys of its own document up to its own, and of those the last `window`. window: 1 to seq_len.
-//   256 threads, one a token; grid ceil(t / 256); t below 2^31. A document's ends are found by bisection.
+//   sequence: a query sees the last `window` keys of its own document up to its own position. window: 1 to seq_len.
+//   256 threads, one per token; grid ceil(t / 256); t below 2^31. A document's ends are found by bisection.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -9,7 +9,7 @@
 // dequantize_cols<kBits, kBlock, Out, kAligned>: codes [cols][rows], one scale per block of a column.
 //   256 threads; grid ceil(cols / 128) · ceil(rows / 128); `band` as in TilePlace.
 //
-// Measured on an H200 (share of the larger of (read + written) / 4288 GB/s and written / fill rate; 32768 x 7168, and 4096 x 7168):
+// Measured on an H200, in % of the bandwidth limit, max((read + written) / 4288 GB/s, written / fill rate); 32768 x 7168 (4096 x 7168):
 //   row blocks: MXFP4 to BF16 reaches 93 % (82 %), to F32 101 % (95 %); E4M3 to BF16 94 % (83 %), to F32 93 % (88 %); MXFP8 to BF16 95 %.
 //   column blocks: MXFP4 to BF16 reaches 85 % (75 %), to F32 96 % (89 %); E4M3 to BF16 90 % (84 %), to F32 92 % (88 %).
 #pragma once

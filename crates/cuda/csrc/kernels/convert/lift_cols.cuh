@@ -1,17 +1,17 @@
 // Converts MXFP4 rows to E4M3 columns by operations on the codes alone; all scales are E8M0 bytes. The CPU twin is
 // crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, whose output is zero. counts[3] (null: not counted) increases by the
-// number of source blocks with a non-zero code, of source blocks with a code whose value changed, and of blocks with a NaN.
+// row_id[rows] (null: all rows are valid): negative ids mark padding, whose output is zero. Three numbers are added to counts[3] (null: no
+// counts): source blocks with a non-zero code, source blocks with a code whose value changed, and blocks with a NaN.
 //
 // lift_cols<kWhole, kPanels>: codes [rows][cols / 2], scales [rows][cols / 32] -> codes [cols][capacity], scales
 //   [capacity / 128][scale_stride]; capacity % 128 == 0, cols % 32 == 0; kWhole: cols % 128 == 0.
-//   128 · kPanels threads; one CTA for each kPanels · 128 columns of each `depth` strips of 128 rows, depth at most kMostDepth.
+//   128 · kPanels threads; one CTA per kPanels · 128 columns and `depth` strips of 128 rows; depth is at most kMostDepth.
 //   sizeof(TurnShared<64, 4, kPanels>) dynamic shared memory. Buffers are 16-byte aligned; scale_stride, at least cols, is a multiple of 2.
 //
-// Measured on an H200 (share of (read + written) / 4249 GB/s): 32768 x 7168 85 %; 24576 x 5120 83 %; 32768 x 2048 79 %; 24576 x 2048 75 %;
-//   4096 x 7168 64 %. All shares are one to four points higher without an allocation in the timed window.
-//   A kernel that copies between the same addresses without scales reaches 91, 90, 87, 84 and 70 %. ncu reports that the L2 is 88 % busy.
+// Measured on an H200, in % of the bandwidth limit, (read + written) / 4249 GB/s: 32768 x 7168 85 %; 24576 x 5120 83 %; 32768 x 2048 79 %;
+//   24576 x 2048 75 %; 4096 x 7168 64 %. All shares are one to four points higher without an allocation in the timed window.
+//   A kernel that only copies codes between the same addresses reaches 91, 90, 87, 84 and 70 %. ncu reports that the L2 is 88 % busy.
 #pragma once
 #include "pieces/convert/rows_to_cols.cuh"
 

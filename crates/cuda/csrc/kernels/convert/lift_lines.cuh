@@ -7,8 +7,8 @@
 //   contiguous either along a row or across rows. kSquares: 128 rows of a matrix share a scale in `to`, which has ceil(n / 128) rows per
 //   matrix of ceil(len / 128) scales. kWhole: len % 16 == 0, and buffers are 16-byte aligned.
 //   256 threads; grid matrices * ceil(n / 32) * ceil(len / 512). A CTA takes 32 rows of 512 values, so that all scale bytes of a memory
-//   sector are read together in either layout. A thread takes 16 adjacent values of a row, then the 16 values that follow 128 values later,
-//   and so on. With kSquares each CTA reads the scales of all 128 rows of a 2-D block; four CTAs read the same scales.
+//   sector are read together in either layout. A thread takes 16 adjacent values of a row, then the 16 values that start 128 values
+//   further, and so on. With kSquares each CTA reads the scales of all 128 rows of a 2-D block; four CTAs read the same scales.
 #pragma once
 #include "pieces/convert/lift.cuh"
 #include "pieces/convert/units.cuh"
@@ -19,7 +19,7 @@ namespace nib {
 
 constexpr int kLiftedLines = 32, kLiftedCols = 512, kLifted = 128, kLiftedTargets = kLiftedCols / kLifted;
 
-/// log2 of the largest source scale over the lifted scale; under the lifted scale the largest value
+/// log2 of the ratio of the largest source scale to the lifted scale, under which the largest value
 /// still fits.
 template <class E>
 __host__ __device__ constexpr int lift_headroom() {

@@ -1,7 +1,7 @@
 // Converts MXFP4 rows to E4M3 rows by operations on the codes alone; all scales are E8M0 bytes. The CPU twin is crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, which is neither read nor written. counts[3] (null: not counted)
-// increases by the number of source blocks with a non-zero code, of source blocks with a code whose value changed, and of blocks with a
+// row_id[rows] (null: all rows are valid): negative ids mark padding, which is neither read nor written. Three numbers are added to
+// counts[3] (null: no counts): source blocks with a non-zero code, source blocks with a code whose value changed, and blocks with a
 // NaN.
 //
 // lift_rows<kWhole, kChunks>: codes [rows][cols / 2] -> [rows][cols], scales [rows][cols / 32] -> [rows][ceil(cols / 128)]; cols % 32 == 0;
@@ -9,9 +9,9 @@
 //   row_tasks.cuh defines the grid. If all rows are valid and cols % 128 == 0, the launch may pass x as one row, provided that x has less
 //   than 2^30 values. Buffers are 16-byte aligned.
 //
-// Measured on an H200 (share of the larger of (read + written) / 4252 GB/s and written / fill rate): 32768 x 7168 92 %, 24576 x 2048 80 %,
-// 4096 x 7168 71 %. A kernel that only copies eight bytes to sixteen reaches 94 % for the first shape and 80 % for the last. Prefetching
-// the next segment is faster if there is padding; otherwise one segment per warp is fastest.
+// Measured on an H200, in % of the bandwidth limit, max((read + written) / 4252 GB/s, written / fill rate): 32768 x 7168 92 %, 24576 x 2048
+// 80 %, 4096 x 7168 71 %. A kernel that only writes twice as many bytes as it reads reaches 94 % (first shape) and 80 % (last shape).
+// Prefetching the next segment is faster if there is padding; otherwise one segment per warp is fastest.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/lift.cuh"
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
         int left;    // columns from the lane's first column to the row's end
         int block;   // index of the block of 128 columns
         u32 row;
-        bool mine;   // whether that block exists and this lane has its scales
+        bool mine;   // whether the block exists and this lane has the block's scales
     };
     const auto place = [&](u32 rounds_left) {
         const auto task = tasks.place(Tasks::next(rounds_left));

@@ -1,8 +1,8 @@
 // Converts MXFP4 rows to E4M3 in 2-D blocks of 128 x 128, both as they are and transposed, by operations on the codes alone. A weight
 // needs both forms. All scales are E8M0 bytes. The CPU twin is crates/formats/src/lift.rs.
 //
-// counts[3] (null: not counted) increases by the number of source blocks with a non-zero code, of source blocks with a code whose value
-// changed, and of blocks with a NaN.
+// Three numbers are added to counts[3] (null: no counts): source blocks with a non-zero code, source blocks with a code whose value
+// changed, and blocks with a NaN.
 //
 // lift_tiles<kWhole>: codes [stack][rows][cols / 2], scales [stack][rows][cols / 32] -> out [stack][rows][cols], out_scales
 //   [stack][ceil(rows / 128)][ceil(cols / 128)], turned [stack][cols][rows], turned_scales [stack][ceil(cols / 128)][ceil(rows / 128)];
@@ -11,9 +11,9 @@
 //   ceil(cols / 256) * ceil(rows / 256); sizeof(LiftTilesShared) dynamic shared memory. Buffers are 16-byte aligned.
 //
 // Measured as in lift_cols.cuh: 32768 x 7168 87 %, 16384 x 7168 84 %, 24576 x 2048 80 %, 4096 x 7168 73 %. Both outputs are written in
-// runs of 256 bytes. A CTA that takes one block across instead of two is 9 % slower, one block down is 4 % slower, and sweeping whole
-// panels instead of bands of four strips is 7 % slower. With three CTAs per SM, registers spill. ncu reports that the L2 is 81 % busy
-// and memory 70 %.
+// runs of 256 bytes. A CTA that takes one block across instead of two is 9 % slower, one block down instead of two is 4 % slower, and
+// sweeping whole panels instead of bands of four strips is 7 % slower. With three CTAs per SM, registers spill. ncu reports that the L2
+// is 81 % busy and memory 70 %.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/column_tile.cuh"

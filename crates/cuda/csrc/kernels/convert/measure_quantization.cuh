@@ -1,10 +1,10 @@
-// Compares quantized values with the originals: counts, over values other than zero, of exact values, of values that became zero, of
-// values beyond the largest code, and of all, added to `counts`. Codes are decoded as by dequantize_units.
+// Compares quantized values with the originals. Adds to `counts` how many non-zero values are exact, how many became zero, how many
+// exceed the largest code, and how many there are. Codes are decoded as by dequantize_units.
 //
 // measure_quantization<F, X, kDown>: 256 threads; sizeof(UnitCodes<F>) dynamic shared memory, kAcross = kDown ? 2 : 16.
 //   Blocks along the rows, and 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
 //   kDown: codes [cols][rows]; grid ceil(rows / 128) * ceil(cols / 128).
-// Plain values are loaded one by one: a run measures only in a few steps.
+// Plain values are loaded one by one, because a run measures in only a few steps.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/convert/units.cuh"

@@ -2,19 +2,19 @@
 //
 // quantize_rows<In, E, kF32Scales, Round>: x, codes [rows][cols], scales [rows][ceil(cols / E::kBlock)]; cols is a multiple of 8.
 //   row_id[rows] (null: all rows are valid): negative ids mark padding, which reads as zero and is not counted; other ids number the row
-//   for random bits. counts[3] (null: not counted) increases by the number of blocks with a non-zero code, by 0, and by the number of
-//   blocks with a NaN or infinity. 128 threads; a warp takes a segment of 256 · row_chunks columns at a time. row_tasks.cuh defines the
-//   grid; 16 chunks per warp are fastest. No dynamic shared memory. If cols is a multiple of the block, the launch may pass x as one row
-//   without a row_id, provided that x has less than 2^30 values; `folded` then holds the ids, unless all rows are valid. Passing x as one
-//   row is faster if a real row would fill its segments only partly.
+//   for random bits. Three numbers are added to counts[3] (null: no counts): blocks with a non-zero code, 0, and blocks with a NaN or
+//   infinity. 128 threads; a warp takes a segment of 256 · row_chunks columns at a time. row_tasks.cuh defines the grid; 16 chunks per warp
+//   are fastest. No dynamic shared memory. If cols is a multiple of the block, the launch may pass x as one row without a row_id, provided
+//   that x has less than 2^30 values; `folded` then holds the ids, unless all rows are valid. Passing x as one row is faster if a real row
+//   would fill its segments only partly.
 //
 // quantize_rows_lifted<In, Round>: quantizes to MXFP4, but writes the codes and scales that lift_lines would compute from MXFP4: E4M3
 //   [rows][cols], scales [rows][ceil(cols / 128)]. If x is passed as one row, cols is a multiple of 128. counts are those of MXFP4.
 //
-// Measured on an H200 (share of the larger of (read + written) / 4252 GB/s and written / fill rate; 32768 x 7168, 24576 x 2048 and 4096 x
-// 7168): BF16 -> MXFP4 101, 86 and 78 %, E4M3 102, 93 and 84 %; stochastically rounded MXFP4 78, 67 and 60 %. A kernel that only reads and
-// writes as many bytes as E4M3 at 4096 x 7168 reaches 92 %: launch, first loads and last stores take the rest. Without counts the shares
-// are one point higher. CTAs of 256 threads, 4 chunks per warp and prefetched segments are slower, by 20 points if there is padding.
+// Measured on an H200, in % of the bandwidth limit, max((read + written) / 4252 GB/s, written / fill rate), at 32768 x 7168, 24576 x 2048
+// and 4096 x 7168: BF16 -> MXFP4 101, 86 and 78 %, E4M3 102, 93 and 84 %; stochastically rounded MXFP4 78, 67 and 60 %. A kernel that only
+// reads and writes as many bytes as E4M3 at 4096 x 7168 reaches 92 %: launch, first loads and last stores take the rest. Without counts the
+// shares are one point higher. CTAs of 256 threads, 4 chunks per warp and prefetched segments are slower, by 20 points if there is padding.
 #pragma once
 #include "pieces/convert/lift.cuh"
 #include "pieces/convert/row_quantizer.cuh"
@@ -52,7 +52,7 @@ struct RowPlanes {
     __device__ __forceinline__ void end(const Stored (&of)[Layout::kHeld]) { Layout::store_scales(scales_to, segment, blocks, of); }
 };
 
-/// The outputs of lifted MXFP4. Four adjacent lanes have the four MXFP4 blocks that share a scale.
+/// The outputs of lifted MXFP4. Four adjacent lanes have the four MXFP4 blocks that share a lifted scale.
 template <int kChunks>
 struct LiftedRowPlanes {
     using Layout = RowLayout<E2m1, kChunks>;

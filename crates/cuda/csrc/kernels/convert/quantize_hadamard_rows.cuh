@@ -1,16 +1,16 @@
 // BF16 -> random Hadamard transform along the rows -> blocks along the rows.
 //
 // quantize_hadamard_rows<E, kLen, Round>: x, codes [rows][cols], scales [rows][cols / E::kBlock], E8M0; cols is a multiple of 128, kLen a
-//   transform's length. row_id and counts as in quantize.cuh. x is read through `map`, as rows of one unit of 64 values, in tiles of 32
-//   with the 128-byte swizzle. A lane takes a unit at a time; a row has units = cols / 64, at most kMostUnits, and `by_units` divides by
-//   it; rows * units is below 2^31. 512 threads, sizeof(UnitsShared<E>) dynamic shared memory; any grid works, and one CTA per SM is best.
+//   transform's length. row_id and counts as in quantize.cuh. `map` has a row per unit of 64 values; tiles have 32 rows, in the 128-byte
+//   swizzle. A lane takes a unit at a time; a row of x has units = cols / 64, at most kMostUnits, and `by_units` divides by `units`; rows *
+//   units is below 2^31. 512 threads, sizeof(UnitsShared<E>) dynamic shared memory; any grid works, and one CTA per SM is best.
 //
 // Each lane holds a whole unit in registers. So only butterflies of stride 64 and blocks of 128 values need data from the neighbouring
 // lane. The warps of a CTA take further units dynamically. With equal shares only a few warps would run at the end, because the SM issues
 // the oldest warps first.
 //
-// Measured as in quantize.cuh, with length 64, at 32768 x 7168 (4096 x 7168): MXFP4 79 % (58 %); E4M3, before its last change, 97 % (73 %).
-// The kernel needs 20 instructions per value.
+// Measured as in quantize.cuh, with length 64, at 32768 x 7168 (4096 x 7168): MXFP4 79 % (58 %); E4M3 97 % (73 %), measured before the
+// kernel's last change. The kernel needs 20 instructions per value.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/hadamard_unit.cuh"

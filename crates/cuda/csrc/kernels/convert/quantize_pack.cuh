@@ -1,8 +1,8 @@
 // BF16 -> blocks along the rows; each row is written directly to its all-to-all records.
 //
 // quantize_pack<In, E, kF32Scales, Round>: x [rows][cols] as in quantize.cuh, and likewise its codes, scales and counts. place
-//   [rows][top_k]: the records into which a row is written; a negative place, or one not below `messages`, names no record. A record has
-//   `row_bytes` bytes, a multiple of 16: codes, scales, zeros. Records that no place names are left unwritten.
+//   [rows][top_k]: the records into which a row is written; a place that is negative or not below `messages` names no record. A record
+//   has `row_bytes` bytes, a multiple of 16: codes, scales, zeros. Records that no place names are left unwritten.
 //   128 threads; row_tasks.cuh defines the grid; 16 chunks per warp are fastest. No dynamic shared memory.
 //
 // The kernel reads x once and writes each record once: 595 MB for 32768 x 7168 BF16 rows as MXFP4, if each row goes to one rank.
@@ -29,7 +29,7 @@ struct RowMessages {
     const RowSource& of;
     typename E::Eight held[Layout::kHeld][Layout::kTogether];
     u32 row, segment;
-    int place;  // place of the row's slot with this lane's number
+    int place;  // in lane i: the place of the row's slot i
     int col;
 
     __device__ __forceinline__ RowMessages(const MessagesArg& to, const RowSource& of) : to(to), of(of) {}

@@ -2,7 +2,7 @@
 //
 // quantize_tiles<In, E, kF32Scales, Round>: x, row_codes [stack][rows][cols], row_scales [stack][ceil(rows / 128)][ceil(cols / 128)];
 //   col_codes [stack][cols][rows], col_scales [stack][ceil(cols / 128)][ceil(rows / 128)]. cols is a multiple of 8, rows of 16.
-//   counts as in quantize.cuh; e = row of the stack * cols + col for random bits.
+//   counts as in quantize.cuh; the index of random bits is e = row of the stack * cols + col.
 //   256 threads; grid stack * ceil(cols / 128) * ceil(rows / 128); sizeof(SquareShared<In>) dynamic shared memory.
 //
 // Measured as in quantize.cuh, 16384 x 7168: BF16 89 %, F32 95 %.
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : 4)
     const int strip = blockIdx.x % down, panel = blockIdx.x / down % across;
     const u64 matrix = blockIdx.x / down / across;
     const int first_row = strip * kTile, my_row = first_row + octet * 8, first_col = panel * kTile, my_col = first_col + chunk * 8;
-    const u64 first = matrix * rows * cols;  // index in the whole stack, of either output
+    const u64 first = matrix * rows * cols;  // index of the first element, in the whole stack and in either output
     u8* const mine = shared.input[octet * 8] + chunk * 8 * In::kBytes;
     Tally tally;
 

@@ -17,14 +17,14 @@
 //   record, and are not counted in `counts`. row_id also numbers the row for random bits; without row_id the number is the row's index.
 //   With `transform` (In is F32, form kFormCols, one matrix): x [transform.rows][cols] is BF16 if of_bf16, else F32. Its Hadamard transform
 //   down the columns is encoded; it has `rows` rows, and id_mask maps a row to the first row of its transform block.
-//   Formats with one scale per line take `row_amax` and `col_amax`, bits of the largest magnitude of each line, and write to `row_any` and
-//   `col_any` whether a line has a non-zero code. Columns have these per span of rows (`span_of_row`; one span if null), and one record per
-//   `column_record` rows: 128, which group starts are multiples of, or all rows. Formats with one scale per tensor take `tensor`, indexed
-//   by the span of a row: `span_of_row`, or its matrix if null.
-//   Squared<F>: kFormRows + kFormCols with the scales of 2-D blocks of kBlock x kBlock values. Rounds by `policy`.
+//   Formats with one scale per row or column take `row_amax` and `col_amax`, bits of the largest magnitudes, and write to `row_any` and
+//   `col_any` whether there is a non-zero code. For columns, these exist per span of rows (`span_of_row`; null: one span), and one record
+//   per `column_record` rows: 128 (group starts are then multiples of 128) or all rows. Formats with one scale per tensor take `tensor`,
+//   indexed by a row's span (span_of_row null: by its matrix).
+//   Squared<F>: kFormRows + kFormCols with the scales of 2-D blocks of kBlock x kBlock values. Squared<F> rounds by `policy`.
 //   Chosen<F> takes `scaling`. 2-D blocks sum the losses of both candidate scales in shared memory, in integers.
-//   With `found` (a tensor's delayed scale only): the bits of the largest magnitude of each of `found_spans` spans, initially zeros; NaN
-//   where a value is not finite. found_counts[0] += the finite values that exceed `unit` of their span.
+//   With `found` (a tensor's delayed scale only), writes the bits of the largest magnitude of each of `found_spans` spans, initially zeros;
+//   NaN if a value is not finite. found_counts[0] += the number of finite values that exceed their span's `unit`.
 //
 //   Records of one byte are stored several at a time if they are contiguous:
 //   row_words: the rows' records, if a row has a multiple of 64 / kBlock records; or words that transpose_scales moves to their final

@@ -1,7 +1,7 @@
 // E4M3 rows -> MXFP4 rows, bit-identical to quantizing the decoded values f32(code · scale).
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, which becomes zeros. counts[3] (null: not counted) increases by the
-// number of source blocks with a non-zero code, of source blocks with a value that changed, and of blocks with a NaN or infinity.
+// row_id[rows] (null: all rows are valid): negative ids mark padding, which becomes zeros. Three numbers are added to counts[3] (null: no
+// counts): source blocks with a non-zero code, source blocks with a value that changed, and blocks with a NaN or infinity.
 //
 // requantize_rows<Scale, kRule>: codes [rows][cols], scales [rows][ceil(cols / 128)], E8M0 bytes (Scale = u8) or F32 (float) -> codes
 //   [rows][cols / 2], scales [rows][cols / 32], E8M0; cols % 32 == 0. kRule: as in formats/e8m0.cuh, not the F32 rule.
@@ -9,7 +9,7 @@
 //   works; best is ceil(rows · segments / 8), but at most 16 CTAs per SM. If all rows are valid and cols % 128 == 0, the launch may pass x
 //   as one row, provided that x has less than 2^30 values. Buffers are 16-byte aligned.
 //
-// Each lane has a whole target block.
+// Each lane encodes a whole target block.
 //
 // Measured as in quantize.cuh, with E8M0 scales: 32768 x 7168 84 %, 4096 x 7168 59 %. The integer units limit the speed: they are busy 71
 // % of the time.

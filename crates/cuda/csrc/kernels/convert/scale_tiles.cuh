@@ -18,7 +18,7 @@ constexpr u32 kScaleTileRows = 128, kScaleTileCols = 4;
 /// A group of the ragged tensor. Fields count scales along the side that is cut into groups.
 struct ScaleGroup {
     u32 first, len;
-    u32 tiles_before;  // tiles of the preceding groups, along that side
+    u32 tiles_before;  // tiles of the preceding groups, along the side that is cut into groups
     bool is_one;
 };
 

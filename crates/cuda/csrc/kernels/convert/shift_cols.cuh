@@ -1,20 +1,20 @@
 // E4M3 rows -> E4M3 columns by operations on the codes alone; all scales are E8M0 bytes. The CPU twin is crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, whose output is zero. counts[3] (null: not counted) increases by
-// the number of source blocks with a non-zero code, of source blocks with a code whose value changed, and of blocks with a NaN.
+// row_id[rows] (null: all rows are valid): negative ids mark padding, whose output is zero. Three numbers are added to counts[3] (null:
+// no counts): source blocks with a non-zero code, source blocks with a code whose value changed, and blocks with a NaN.
 //
 // shift_cols<kWhole, kPanels>: codes [rows][cols], scales [rows][ceil(cols / 128)] -> codes [cols][capacity], scales
 //   [capacity / 128][scale_stride]; capacity % 128 == 0; kWhole: cols % 16 == 0.
-//   128 · kPanels threads; one CTA for each kPanels · 128 columns of each `depth` strips of 128 rows, depth at most kMostDepth.
+//   128 · kPanels threads; one CTA per kPanels · 128 columns and `depth` strips of 128 rows; depth is at most kMostDepth.
 //   sizeof(ShiftShared<kPanels>) dynamic shared memory. Buffers are 16-byte aligned; scale_stride, at least cols, is a multiple of 2.
 //
 // A code times a power of two from 2^-15 to 1 is exact in F16, because E4M3's smallest step is 2^-9 and F16's is 2^-24. So the product is
 // rounded only once, when it becomes E4M3 again, even if the E4M3 result is subnormal. Rows that are shifted by more than kShiftFarthest
 // are recomputed one by one, and so are NaNs, which would lose their sign.
 //
-// Measured on an H200 (share of (read + written) / 4249 GB/s), with or without subnormal results: 32768 x 7168 89 %; 24576 x 5120 86 %;
-//   32768 x 2048 80 to 83 %; 24576 x 2048 79 to 81 %; 4096 x 7168 64 to 70 %.
-//   A kernel that copies between the same addresses without scales reaches 95, 93, 91, 88 and 78 %.
+// Measured on an H200, in % of the bandwidth limit, (read + written) / 4249 GB/s, with or without subnormal results: 32768 x 7168 89 %;
+//   24576 x 5120 86 %; 32768 x 2048 80 to 83 %; 24576 x 2048 79 to 81 %; 4096 x 7168 64 to 70 %.
+//   A kernel that only copies codes between the same addresses reaches 95, 93, 91, 88 and 78 %.
 #pragma once
 #include "formats/e4m3.cuh"
 #include "pieces/convert/rows_to_cols.cuh"

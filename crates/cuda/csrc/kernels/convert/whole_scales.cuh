@@ -4,13 +4,13 @@
 // Valid rows are as in quantize_units.cuh. Maxima are bits of F32 magnitudes, initially zeros; NaN sorts above infinity, and infinity above
 // finite values.
 //
-// row_maxima<In>: x [rows][cols], one maximum per row (`by_span` 0), or per span (1: of finite values; 2: all ones if a value is not
-//   finite). The span of a row is span_of_row[row], or row / matrix_rows if span_of_row is null.
+// row_maxima<In>: x [rows][cols], one maximum per row (`by_span` 0) or per span (`by_span` 1: of finite values; 2: all ones if a value
+//   is not finite). The span of a row is span_of_row[row], or row / matrix_rows if span_of_row is null.
 //   256 threads; grid ceil(rows / 32). With `earlier`, only rows whose span has no expected magnitude yet are measured.
 // column_maxima<In>: x [stack * rows][cols] -> [spans][lines], lines = stack * cols: one maximum per column and span_of_row[row], or one
 //   per column if span_of_row is null. 256 threads; grid stack * ceil(rows / 256) * ceil(cols / 256).
-// hadamard_maxima<In>: the maxima of spans (as row_maxima computes them) of the Hadamard transform down the columns of x
-//   [transform.rows][cols], which has `rows` rows; one span if span_of_row is null. 256 threads; grid ceil(cols / 128) * ceil(rows / 128).
+// hadamard_maxima<In>: the maxima by span, as in row_maxima, of the Hadamard transform down the columns of x [transform.rows][cols]. The
+//   transform has `rows` rows, and one span if span_of_row is null. 256 threads; grid ceil(cols / 128) * ceil(rows / 128).
 // spans_of_rows: the group of each row. There are num_groups groups, whose first rows and end are in `start`; rows outside all groups get
 //   num_groups. 256 threads; grid ceil(rows / 256).
 // tensor_scales: for each of `spans` spans, the factor for its values, the factor's reciprocal, and the stored scale, for NVFP4 (kNvfp4) or

@@ -4,7 +4,7 @@
 // x, plus, y, sum [rows, d] of type T (Bf16 or F32), weight [d] F32, inv_rms [rows] F32; plus and sum are null without kPlus.
 // rms_norm<T, kThreads, kBlocks, kRows, kPlus>: holds rows in registers; d is a multiple of 8. kThreads adjacent threads share a row; each
 //   has eight columns of every 256 columns, and kBlocks * 256 columns cover the row. If kThreads < 32, kBlocks is 1 and d <= 8 * kThreads.
-//   A thread has its columns of kRows rows. 128 threads; grid ceil(rows / (kRows * 128 / kThreads)).
+//   A thread has these columns in kRows rows. 128 threads; grid ceil(rows / (kRows * 128 / kThreads)).
 // rms_norm_long<T, kAligned, kPlus>: for any d; reads each row twice. kAligned: d is a multiple of 8.
 //   128 threads, one warp per row; grid ceil(rows / 4).
 #pragma once

@@ -8,7 +8,7 @@
 // rms_backward_wide<T, kBlocks, kRows, kPlus>: d <= 256 * kBlocks, a multiple of 8, kBlocks <= 8; one CTA per chunk; each thread has two
 //   adjacent columns of every 256. The CTA processes kRows rows at a time, while asynchronous copies bring the next rows.
 //   128 threads; grid shards * chunks; dynamic shared memory 3 * 2 * kRows * d * sizeof(a value).
-// rms_backward_long<T, kBlocks, kRows, kPlus>: computes what rms_backward_wide computes, for longer rows. 256 threads sum the mean of
+// rms_backward_long<T, kBlocks, kRows, kPlus>: computes what rms_backward_wide computes, for longer rows. 256 threads compute the mean of
 //   each of kRows rows, one thread per lane of the sum (math/lanes.cuh); dx and dweight are divided among all threads. 256 * kRows
 //   threads; grid and shared memory are those of rms_backward_wide.
 // rms_dx<T, kAligned, kPlus>, rms_dweight<T>: for any d, in two passes. kAligned: d is a multiple of 8. rms_dx: 128 threads, one warp per

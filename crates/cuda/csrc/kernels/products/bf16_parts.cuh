@@ -1,6 +1,6 @@
 // F32 numbers as sums of three BF16 parts, for F32 GEMMs on the tensor cores. Each part is the remainder after the preceding parts, rounded
 // to nearest even. The sum of the three parts is exact for magnitudes from 2^-110 on; below that, the last parts are subnormal or lost. An
-// infinity in one operand makes the result NaN, because it is multiplied by zero parts of the other operand.
+// infinity in one operand makes the result NaN, because the infinity is multiplied by zero parts of the other operand.
 //
 // split_parts: out[row][i · cols + col] = part (pattern >> 2i & 3) of in[row][col], for i below count. The first part of a NaN or infinity
 //   is the value itself.
@@ -17,8 +17,8 @@ namespace nib {
 
 constexpr int kPartsThreads = 256;
 
-/// Rounds four numbers to BF16, subtracts the results from them, and returns the results. Numbers that would round
-/// to infinity are truncated instead.
+/// Rounds four numbers to BF16, subtracts the rounded values from the numbers, and returns the rounded values.
+/// Numbers that would round to infinity are truncated instead.
 __device__ __forceinline__ uint2 take_part(float (&left)[4]) {
     u32 part[4];
 #pragma unroll

@@ -20,7 +20,7 @@ constexpr int kCombineThreads = 256;
 /// The rows of a unit's slots, and their sum.
 template <typename T, int kCount>
 struct Slots {
-    const u8* column;  // the first row, at the unit's columns
+    const u8* column;  // address of the unit's columns in the first row
     u64 slot;          // index of the next slot
     float sum[kCount];
 };

@@ -10,9 +10,9 @@
 //   ceil(units_per_row / kTreeChunk); top_k at most 32; dynamic shared memory: combine_tree_shared_bytes.
 //
 // A warp sorts its token's slots by leaf, one slot per lane, and finds for each sum the row after which the sum is complete. Then each lane
-// sums its own units over the rows in that order. All loads come first, with as many bytes in flight for few rows as for many. Partial sums
-// that wait for their right side are in shared memory, one column per thread, because indices there may be dynamic. Since sums are rounded,
-// they are as small as rows.
+// sums its own units over the rows in that order. A lane issues all its loads first, with as many bytes in flight for few rows as for many.
+// Partial sums that wait for their right side are in shared memory, one column per thread, because indices there may be dynamic. Since
+// partial sums are rounded to T, they are as small as rows.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -21,7 +21,7 @@ namespace nib {
 
 constexpr int kTreeThreads = 256;
 constexpr int kTreeWarps = kTreeThreads / 32;
-/// Units per lane; below, units per warp.
+/// Units per lane, and then units per warp.
 constexpr int kTreeUnits = 4;
 constexpr int kTreeChunk = 32 * kTreeUnits;
 
@@ -47,7 +47,7 @@ struct TreeSlot {
     u32 leaf;
 };
 
-/// The rows of a token by leaf, spread over the lanes of a warp.
+/// The rows of a token, sorted by leaf and spread over the lanes of a warp.
 struct TreeOrder {
     int count;   // rows in all lanes together
     u32 row;     // lane i: the i-th row

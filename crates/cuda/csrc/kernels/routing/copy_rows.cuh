@@ -1,10 +1,10 @@
 // Copies rows to other places without decoding them: permute with padding, unpermute, and packing or unpacking of all-to-all records.
 //
-// copy_rows<kUnits, kEach>: row i of each buffer's `out` is row source[i] of its `in` (source null: row i), or all `pad` if `in` has no
-//   such row. 2^lanes_log2 lanes process kEach rows, and load a row's codes and scales in one batch. Rows are processed in index order (row
-//   null) or in slot order: row[s], for s below num_slots, is the row of slot s, and all other rows are padding. In slot order, slots of
-//   one source row are adjacent, so that the row is read from memory once, by the same lanes. In index order a source row would have left
-//   the cache before its next use.
+// copy_rows<kUnits, kEach>: row i of each buffer's `out` is row source[i] (source null: row i) of the buffer's `in`, or `pad` if `in` has
+//   no such row. 2^lanes_log2 lanes process kEach rows, and load a row's codes and scales in one batch. Rows are processed in index order
+//   (row null) or in slot order: row[s], for s below num_slots, is the row of slot s, and all other rows are padding. In slot order, slots
+//   of one source row are adjacent, so that the row is read from memory once, by the same lanes. In index order a source row would have
+//   left the cache before its next use.
 //   128 threads; grid ceil(rows · lanes / (128 · kEach)); num_slots <= rows; lanes_log2 is at most 7, best such that a lane has up to
 //   kUnits units of 16 bytes. kUnits: 6 for short rows, of which more must be in flight, else 8. kEach: 4 if a source row has that many
 //   slots, else 1.
@@ -29,7 +29,7 @@ struct RowPlane {
     u64 in_stride;
     u64 out_stride;
     u32 bytes;  // bytes per row; 0: the buffer does not exist
-    u32 pad;    // a word that is repeated
+    u32 pad;    // the word that fills padding
     u32 unit;
 };
 

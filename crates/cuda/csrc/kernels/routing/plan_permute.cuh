@@ -5,8 +5,8 @@
 //   32768 slots per chunk.
 // plan_place<kThreads>: computes from all counts the groups' start [groups + 1] and len [groups]. For each row (of `capacity`) the kernel
 //   writes the slot, the slot's token and its global number token_id * top_k + slot, or -1 for padding; for each occupied slot (of
-//   `num_slots`) its row; and found = {rows needed, slots occupied}. If these two numbers exceed the capacity or num_slots, all groups are
-//   empty and all rows are padding.
+//   `num_slots`) its row; and found = {rows needed, slots occupied}. If the first number exceeds the capacity, or the second exceeds
+//   num_slots, all groups are empty and all rows are padding.
 //   kThreads = kPlanThreads threads; grid chunks. plan_place may be launched early and needs at least one CTA; further CTAs help with the
 //   padding. Dynamic shared memory: plan_count 4 * columns bytes; plan_place 8208 + 16 * columns + max(8 * count_rows * columns, 8192 + 32
 //   * columns). columns at most 4096, slots below 2^31 - 2^16.

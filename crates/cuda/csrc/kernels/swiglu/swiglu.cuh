@@ -7,9 +7,9 @@
 //   640 threads; a warp takes a segment of 512 columns of a at a time; segments = ceil(f / 512), and `by_segments` divides by it. Any
 //   grid works; best is one CTA per SM, or as many CTAs as give all warps equally many segments. No dynamic shared memory.
 //
-// Measured on an H200 (share of the larger of (read + written) / 4247 GB/s and written / fill rate; 32768 x 7168, and x 2048): BF16 99 %
-// (97 %), E4M3 100 % (96 %), with h4 96 % (88 %); in 256 uneven groups 98, 97 and 88 %. With h4 the integer pipe is the limit, because
-// it computes both codes of h, the index of a sigmoid, and the maxima.
+// Measured on an H200, in % of the bandwidth limit, max((read + written) / 4247 GB/s, written / fill rate); 32768 x 7168 (32768 x 2048):
+// BF16 99 % (97 %), E4M3 100 % (96 %), with h4 96 % (88 %); in 256 uneven groups 98, 97 and 88 %. With h4 the integer pipe is the limit,
+// because it computes both codes of h, the index of a sigmoid, and the maxima.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"

@@ -10,8 +10,8 @@
 // embed_digits<kThreads>: digit[i] = key(order[i]) >> shift & mask. If order is null, tokens are in their own order, which is written to
 // order_out.
 //   256 threads; grid ceil(tokens / 256).
-// embed_chunks<kThreads>: finds in the sorted order the chunks, and the runs of several chunks, in any order; counts[0] and counts[1]
-//   (initially zeros) count them. 256 threads; grid ceil(tokens / 256). `chunks` [tokens], `runs` [tokens / 64].
+// embed_chunks<kThreads>: finds in the sorted order the chunks, and the runs of several chunks, in any order; counts[0] counts the chunks
+//   and counts[1] the runs (both initially zeros). 256 threads; grid ceil(tokens / 256). `chunks` [tokens], `runs` [tokens / 64].
 // embed_sums<T, kCount>: each chunk's rows of dy [tokens, d] are summed in order. The sum is added to the row of grad [shards * vocab, d]
 //   F32 if the run has no other chunk; otherwise it is stored as a row of partial [ceil(tokens / 32), d] F32.
 //   256 threads; any grid works; blocks = ceil(d / (256 * kCount)).

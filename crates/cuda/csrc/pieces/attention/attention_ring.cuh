@@ -1,9 +1,9 @@
 // Building blocks of the attention kernels on the tensor cores: rings of tiles, the order of work, and the GEMMs of
 // a warpgroup.
 //
-// A tile of rows of a head lies in shared memory as TMA writes it: boxes of 64 elements (128 bytes) by all its rows,
-// contiguous, with the 128-byte swizzle. Such a tile can be a K-major operand, with the contraction along the head,
-// or an MN-major operand, with the contraction down the rows.
+// A tile of rows of a head lies in shared memory as TMA writes it: contiguous boxes of 64 elements (128 bytes) by
+// all rows of the tile, with the 128-byte swizzle. Such a tile can be a K-major operand, with the contraction along
+// the head, or an MN-major operand, with the contraction down the rows.
 #pragma once
 #include "pieces/attention/attention_sizes.cuh"
 #include "ptx/mbarrier.cuh"
@@ -53,9 +53,9 @@ struct AttentionWork {
     int tile;
 };
 
-/// Item `at` of all work, if each head has `tiles` tiles. Heads come in sections of `section`, whose keys and values
-/// fit the L2. A section processes one tile of all its heads, then the next tile; with kLastFirst it goes from the last
-/// tile to the first.
+/// Work item number `at`, if each head has `tiles` tiles. Heads are divided into sections of `section` heads, whose
+/// keys and values fit the L2. A section processes one tile of all its heads, then the next tile; with kLastFirst it
+/// goes from the last tile to the first.
 template <bool kLastFirst>
 __device__ __forceinline__ AttentionWork work_at(int at, int tiles, int section, int heads, int sequences) {
     const int of_section = section * tiles;

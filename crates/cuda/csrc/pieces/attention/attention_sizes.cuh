@@ -28,8 +28,8 @@ __device__ __forceinline__ u64 element_of(const AttentionSizes& sizes, int heads
     return (u64(u32(sequence * sizes.seq_len + row)) * heads + head) * dim;
 }
 
-/// The first key that a query sees, at most the query's own position. The result is 0 without windows, and for
-/// a query past the sequence.
+/// The first key to which a query attends, at most the query's own position. The result is 0 without windows,
+/// and for a query past the sequence.
 template <bool kWindowed>
 __device__ __forceinline__ int first_key_of(const int* first_key, const AttentionSizes& sizes, int sequence, int query) {
     if constexpr (kWindowed) {
@@ -38,8 +38,8 @@ __device__ __forceinline__ int first_key_of(const int* first_key, const Attentio
     return 0;
 }
 
-/// One past the last query that sees a key; the result is above the key's own position. The result is seq_len without
-/// windows, and for a key past the sequence.
+/// One past the last query that attends to a key; the result is above the key's own position. The result is seq_len
+/// without windows, and for a key past the sequence.
 template <bool kWindowed>
 __device__ __forceinline__ int end_query_of(const int* end_query, const AttentionSizes& sizes, int sequence, int key) {
     if constexpr (kWindowed) {

@@ -51,7 +51,7 @@ struct QueryWork {
     const u8* score_grads;  // dS of the head
 };
 
-/// The number of warpgroups of `query_grads_of`. Each warpgroup has two tiles of a block.
+/// The number of warpgroups that run `query_grads_of`. Each warpgroup has two tiles of a block.
 constexpr int kBlockGroups = kBlockTiles / 2;
 
 template <int kDim>

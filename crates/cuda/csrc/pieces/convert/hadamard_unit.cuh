@@ -25,7 +25,7 @@ __device__ __forceinline__ u32 largest_magnitude(const F32::Eight (&x)[kCount]) 
     return largest;
 }
 
-/// Puts the codes of the unit's i-th eight values into `words`.
+/// Puts the codes of the unit's values 8i to 8i + 7 into `words`.
 template <int kCount>
 __device__ __forceinline__ void put_words(u32 (&words)[kCount], int i, u32 codes) {
     words[i] = codes;
@@ -48,8 +48,8 @@ struct UnitCodes {
 
     __device__ __forceinline__ static UnitCodes zeros() { return {{}, {}, 0, 0}; }
 
-    /// Transforms x, whose signs the caller has flipped, and encodes the result. bits_of(i) returns the random bits of the
-    /// i-th eight values.
+    /// Transforms x, whose signs the caller has flipped, and encodes the result. bits_of(i) returns the random bits of
+    /// values 8i to 8i + 7.
     template <int kLen, class Bits>
     __device__ __forceinline__ void encode(float (&x)[kUnit], float factor, PowerRule rule, const Round& round, const Bits& bits_of) {
         butterflies(x, kLen);

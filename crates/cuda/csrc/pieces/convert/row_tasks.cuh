@@ -2,8 +2,8 @@
 //
 // A task is one segment of a row; a row has `segments` segments, and `by_segments` divides by that number. A CTA takes
 // kWarps · rounds adjacent tasks, with up to 32 rounds, so the grid is ceil(rows · segments / (kWarps · rounds)). With
-// more rounds fewer CTAs start and end; with fewer rounds the last wave is short. Grid-strided tasks were slower if
-// some rows have much padding. The row ids of all rounds are read at once, so that a warp waits for them once.
+// more rounds, fewer CTAs start and end; with fewer rounds, the last wave is shorter. Grid-strided tasks were slower
+// if some rows have much padding. The row ids of all rounds are read at once, so that a warp waits for them once.
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/types.cuh"

@@ -1,6 +1,6 @@
 // Values of a tile as threads of quantize_units read them from shared memory: sixteen adjacent values of a row
 // (`Sixteen`), or sixteen rows of two adjacent columns (`TwoColumns`). BF16 values stay packed in pairs as long as this
-// takes less work. A word is two adjacent values of a row in `Sixteen`, and one row of both columns in `TwoColumns`.
+// takes less work. A word holds two adjacent values of a row in `Sixteen`, and the values of both columns in one row in `TwoColumns`.
 #pragma once
 #include "formats/bf16.cuh"
 #include "ptx/packed.cuh"

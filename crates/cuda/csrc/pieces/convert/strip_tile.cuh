@@ -1,5 +1,5 @@
-// A tile of 128 x 128 values in the registers of 512 threads, from its values to its E4M3 codes along the rows and down
-// the columns. A thread holds four rows of eight columns, a warp 16 rows of 64 columns. So two warps share a row, and
+// Quantizes a tile of 128 x 128 values, held in the registers of 512 threads, to E4M3 along the rows and down the
+// columns. A thread holds four rows of eight columns, a warp 16 rows of 64 columns. So two warps share a row, and
 // exchange the results of their half rows through shared memory.
 #pragma once
 #include "formats/bf16.cuh"
@@ -43,7 +43,7 @@ __device__ __forceinline__ u32 boxes_wanted(const int (&row_id)[kTile]) {
 
 /// A thread's position within a tile.
 struct StripThread {
-    int lane, half;  // lane in the warp; half of the tile's columns
+    int lane, half;  // lane in the warp; which half of the tile's columns
     int row, col;    // the thread's first row and first column
 
     __device__ __forceinline__ StripThread()

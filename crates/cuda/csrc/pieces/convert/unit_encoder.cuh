@@ -43,7 +43,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
     static constexpr int kFactors = F::kPart < 16 ? 16 / F::kPart : 1;   // factors of sixteen values
     static constexpr bool kAny = kRound == kAnyRounding, kPairs = kSideBySide<F, In, kRound>;
     static constexpr bool kNotes = F::kTensor && F::kScaleBytes == 0;    // the tensor scale is the only scale
-    static constexpr bool kDraws = kRound == kStochastic;                // rows then have a multiple of eight values
+    static constexpr bool kDraws = kRound == kStochastic;                // if so, rows have a multiple of eight values
     static constexpr bool kWithin = In::kBytes == 2 && !kAny, kLimits = kWithin && !kDraws && F::kLimits;
     // Whether padding needs a special case. Padding reads as zeros, whose codes are zeros. If a block's only record
     // is one byte, or that of HiFloat4 encoded in pairs, zeros already get the least record.

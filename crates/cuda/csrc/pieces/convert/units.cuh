@@ -30,7 +30,7 @@ struct UnitValues {
 
     u8 bytes[kUnitThreads * kUnitBytes];
 
-    /// Vectors per row, rows that all threads move at a time, and the number of such passes.
+    /// Vectors per row; rows that all threads together move in one pass; number of passes.
     static constexpr int kPerRow = kAcross * kVectors, kRowsAtOnce = kUnitThreads / kPerRow, kPasses = kRows / kRowsAtOnce;
 
     /// The swizzle of unit `u`: the byte offset of its vectors is XORed with it.
@@ -52,7 +52,7 @@ struct UnitValues {
         return bytes + u * kUnitBytes + (byte ^ key(u));
     }
 
-    /// The addresses of value `col` in the rows of a group of 32 rows that starts at a multiple of 32. The swizzle
+    /// The addresses of the values in column `col` of 32 rows, of which the first is a multiple of 32. The swizzle
     /// repeats after four rows.
     struct Rows {
         static constexpr int kNext = 4 * kAcross * kUnitBytes;  // distance from a row to the fourth row below it

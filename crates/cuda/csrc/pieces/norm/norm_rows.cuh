@@ -18,7 +18,7 @@ __device__ __forceinline__ void add_squares(float (&lane)[8], const typename T::
     for (int i = 0; i < 8; ++i) lane[i] = __fmaf_rn(T::value(x, i), T::value(x, i), lane[i]);
 }
 
-/// Stores x + plus and returns it as stored.
+/// Stores x + plus, and returns the values as they were stored.
 template <typename T, bool kAligned>
 __device__ __forceinline__ typename T::Eight store_sum(u8* to, const typename T::Eight& x, const typename T::Eight& plus, int left) {
     float sum[8];

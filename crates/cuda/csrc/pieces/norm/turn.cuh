@@ -5,8 +5,8 @@
 
 namespace nib {
 
-/// Positions of the rows of sequences of seq_len rows: r mod seq_len, minus the index in its sequence of the first row of the row's
-/// document. If `starts` is null, each sequence is one document.
+/// The position of row r in its document: r mod seq_len, minus the index in the sequence of the document's first row. Sequences
+/// have seq_len rows. If `starts` is null, each sequence is one document.
 struct Positions {
     const int* starts;  // [rows]; clamped to 0 .. r mod seq_len
     u32 seq_len;

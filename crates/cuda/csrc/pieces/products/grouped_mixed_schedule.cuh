@@ -1,4 +1,4 @@
-// The order of tiles if many groups are short, with up to 128 rows. For a short group its matrix of B is read for few
+// The order of tiles if many groups are short, with up to 128 rows. A short group reads its whole matrix of B for few
 // rows, so its tiles are bound by memory; the tiles of long groups are bound by the tensor cores. A cluster processes
 // every n-th tile of either kind and interleaves the two kinds evenly. A phase offset between clusters keeps memory
 // and tensor cores busy at all times.

@@ -30,8 +30,8 @@ struct Ring {
     }
 };
 
-/// Called first, by all threads of the cluster. Prefetches the tensor maps, initialises the ring's barriers, and
-/// then calls `init`. A stage is full after kDeliveries arrivals.
+/// All threads of the cluster call this function first. Prefetches the tensor maps, initialises the ring's
+/// barriers, and then calls `init`. A stage is full after kDeliveries arrivals.
 template <int kStages, int kCluster, int kDeliveries, class Shared, class Init>
 __device__ __forceinline__ void begin(Shared& shared, const TensorMap& map_a, const TensorMap& map_b,
                                       const TensorMap& map_d, const Init& init) {

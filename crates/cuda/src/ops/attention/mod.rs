@@ -75,8 +75,8 @@ impl Sizes {
         Ok(Some(Self::of(sequences, seq_len, heads, (head_dim, value_dim), scale)))
     }
 
-    /// Counts are first of query heads, then of key and value heads; head sizes are first of keys, then of
-    /// values.
+    /// The sizes of an attention call. The numbers of heads are those of queries, then of keys and values;
+    /// the head sizes are those of keys, then of values.
     pub fn of(
         sequences: usize,
         seq_len: usize,

@@ -71,7 +71,7 @@ impl UnitFormat {
         FORMATS.iter().copied()
     }
 
-    /// The struct for non-default scales, if one of its rules supports them.
+    /// The device struct for non-default scales, if a rule of the format supports such scales.
     pub fn chosen(&self) -> Option<&'static str> {
         let scaling = Scaling { headroom: Headroom::MOST, ..Scaling::default() };
         let mut rules =
@@ -79,13 +79,14 @@ impl UnitFormat {
         rules.any(|rule| scaling.check(self.format, *rule).is_ok()).then_some(self.chosen)
     }
 
-    /// The struct with scales of squares, if the format has them: with non-default scales too, where these are supported.
+    /// The device struct for 2-D blocks whose rows share scales, if the format has such blocks. The struct also supports non-default
+    /// scales, if the format does.
     pub fn squared(&self) -> Option<&'static str> {
         let has_squares = self.format.spec().squares;
         has_squares.then(|| if self.chosen().is_some() { self.chosen_squared } else { self.squared })
     }
 
-    /// `UnitCodes` of the kernels.
+    /// The size of `UnitCodes` in the kernels.
     pub fn code_bytes(&self) -> usize {
         let of_unit = VALUES_PER_UNIT * self.format.spec().code_bits as usize / 8;
         UNITS * if of_unit == 48 { 48 } else { of_unit + 16 }
@@ -99,7 +100,8 @@ impl UnitFormat {
         (value_bytes(input) + self.code_bytes() + squares_and_total).next_multiple_of(16)
     }
 
-    /// The same with scales of squares; where parts have scales, with the maxima of 4 × 4 values of a tile of 128 × 128.
+    /// The size of `QuantizeUnitsShared` for 2-D blocks whose rows share scales. If parts of blocks have scales, the size includes the
+    /// maxima of the 4 × 4 sub-blocks of a 128 × 128 tile.
     pub fn squared_shared_bytes(&self, input: DType) -> usize {
         let has_parts = self
             .rule
@@ -109,7 +111,7 @@ impl UnitFormat {
         self.quantize_shared_bytes(input, false) + quads
     }
 
-    /// `DecodedUnitsShared` of the kernel; it includes the codes of rows where `both` rows and columns may be written.
+    /// The size of `DecodedUnitsShared` in the kernel. The size includes the codes of rows if `both` rows and columns may be written.
     pub fn decoded_shared_bytes(&self, input: DType, both: bool) -> usize {
         let codes_of_rows = if both { self.code_bytes() } else { 0 };
         self.quantize_shared_bytes(input, false) + codes_of_rows

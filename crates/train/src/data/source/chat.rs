@@ -91,8 +91,8 @@ impl Chat {
         self.template.begin_file();
     }
 
-    /// Whether the template's work budget for this file is used up. No single row uses up the budget, so the result is an error and no row
-    /// is left out.
+    /// Whether the template's work budget for this file is used up. No single row uses up the budget, so a spent budget is an error of the
+    /// file and no row is left out.
     pub fn is_spent(&self) -> bool {
         self.template.is_spent()
     }

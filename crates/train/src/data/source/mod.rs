@@ -133,8 +133,8 @@ pub(super) trait Pieces: Send {
 /// A row of a file.
 #[derive(Debug)]
 pub(super) struct Row {
-    /// The row's number in the file's unit, counted from 1. For a piece of a longer document, the number of the piece's first byte or
-    /// token.
+    /// The row's number in the file's unit, counted from 1. For a piece of a longer document, this is the number of the piece's first
+    /// byte or token.
     pub number: u64,
     /// The row's piece, or the reason why the row cannot be read. Later rows can still be read.
     pub holds: Result<Piece, String>,

@@ -18,7 +18,7 @@ pub(super) type Written = (&'static str, Vec<u8>);
 /// A kind of file, and a writer for this kind.
 pub(super) struct Kind {
     pub name: &'static str,
-    /// Returns the written files. The first file is the one to read.
+    /// Returns the written files. A test reads the first file.
     pub write: fn(&[String]) -> Vec<Written>,
     /// Whether the format separates documents.
     pub has_documents: bool,

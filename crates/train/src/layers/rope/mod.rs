@@ -59,8 +59,8 @@ impl Rope {
         move |i| 1.0 - ((i as f64 - first) / width).clamp(0.0, 1.0)
     }
 
-    /// The factor of cosines and sines, which is 1 except under YaRN. There it is g(mscale) / g(mscale_all_dim) if both are given, else
-    /// g(1), with g(m) = 0.1 · m · ln(factor) + 1.
+    /// The factor of cosines and sines, which is 1 except under YaRN. Under YaRN, the factor is g(mscale) / g(mscale_all_dim) if both
+    /// are given, else g(1), with g(m) = 0.1 · m · ln(factor) + 1.
     #[must_use]
     pub fn amplitude(&self) -> f64 {
         let RopeScaling { kind, factor, mscale, mscale_all_dim, .. } = self.scaling;

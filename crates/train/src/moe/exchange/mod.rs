@@ -112,7 +112,7 @@ pub enum Outgoing<B: Kernels> {
 pub struct Wire<B: Kernels> {
     /// The tokens that this rank sends.
     pub sending: Sending<B>,
-    /// For each (token, slot), its position among the slot rows that combine returns, which arrive rank by rank.
+    /// For each (token, slot), the position of its row among the rows that combine returns, one per slot; these rows arrive rank by rank.
     pub slot_place: B::Buf<i32>,
     /// With a tree, the slots of this rank's tokens. A token's first slot for each destination rank has the row that returns from that
     /// rank.

@@ -13,7 +13,7 @@ pub(super) struct Met<'a> {
 }
 
 impl<'a> Met<'a> {
-    /// Delayed scaling for this many spans with records.
+    /// Delayed scaling for `spans` spans that have records.
     pub fn new(delayed: Delayed<'a, Cpu>, spans: usize) -> Self {
         Self { delayed, amax: vec![0.0; spans], counts: [0; 2] }
     }

@@ -26,7 +26,7 @@ impl<T: Plain> Shared<T> {
         Self { first: values.as_mut_ptr(), len: values.len() }
     }
 
-    /// The `len` values that start at `start`. Panics unless all of them are in the buffer.
+    /// The `len` values that start at `start`. Panics unless all of these values are in the buffer.
     ///
     /// # Safety
     /// The buffer is alive and otherwise unused, and no other slice of these values exists.

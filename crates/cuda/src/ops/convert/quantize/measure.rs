@@ -57,7 +57,7 @@ pub(super) struct EarlierArg {
 plain_args!(EarlierArg);
 
 impl EarlierArg {
-    /// `check` ensured that there are as many records as spans.
+    /// The argument for an operation; `check` has ensured that there are as many records as spans.
     pub fn of(op: &Quantize<'_, Cuda>) -> Self {
         let Some(Delayed { records, first, stride }) = op.delayed else {
             return Self { expected: 0, stride: 0, spans: 0, pad: 0 };

@@ -32,7 +32,7 @@ pub(super) struct UnitsConfig {
 /// The order in which CTAs process tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sweep {
-    /// The number of tiles across a matrix; the next field is the number down.
+    /// The number of tiles across a matrix; the next field is the number of tiles down a matrix.
     pub across: usize,
     pub down: usize,
     /// How many vertically adjacent tiles form a band.
