@@ -16,35 +16,40 @@ use std::path::PathBuf;
 
 /// Compares recipes' gradients and losses at one checkpoint
 ///
-/// Trains nothing. For each recipe, prints the change of the held-out loss, and the error of the gradient of one training step: bias, and
-/// variance over redraws of stochastic rounding and of random signs.
+/// Trains nothing. For each recipe, prints the change of the held-out loss, and the error of one training step's gradient: its bias,
+/// and its variance over other random numbers for stochastic rounding and signs.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Squared errors are divided by the squared norm of the reference's gradient. The expected error of one gradient is bias + variance; of one redraw, \
     only the sum can be estimated. \"Noise\" is the variance of the reference's gradient from one batch to another, which every training step has anyway.\n\n\
     Examples:\n  \
     nibble fidelity runs/tiny --recipe mxfp4-hopper --recipe mxfp4\n  \
+    nibble fidelity runs/tiny --recipe mxfp4 --alone fprop --alone dgrad --alone wgrad\n  \
     nibble fidelity runs/tiny --recipe nvfp4 --redraws 16 --out fidelity.json"
 )]
 pub struct Args {
-    /// Directory of a run (the newest whole checkpoint is used) or of one checkpoint.
+    /// Directory of a run (its newest undamaged checkpoint is used) or of one checkpoint.
     #[arg(value_name = "RUN")]
     path: PathBuf,
-    /// Recipe to compare with the reference; repeatable.
+    /// Recipe to compare with the reference. This option may be repeated.
     #[arg(long = "recipe", value_name = "RECIPE", required = true)]
     recipes: Vec<String>,
-    /// The recipe without the error that is measured.
+    /// Reference recipe: errors are differences from its gradient and its loss.
     #[arg(long, value_name = "RECIPE", default_value = "bf16")]
     reference: String,
-    /// Gradients per recipe that differ in the random numbers of rounding and signs; 1 for a recipe without random numbers.
+    /// Number of gradients per recipe, each with other random numbers for rounding and signs.
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
     redraws: u64,
-    /// Training batches over which the noise of the reference's gradient is measured.
+    /// Number of training batches over which the noise of the reference's gradient is measured.
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u64).range(2..))]
     batches: u64,
-    /// Batches of 16 sequences of held-out loss; 0 = all held-out data.
+    /// Number of batches of 16 sequences for the held-out loss; 0 = all held-out data.
     #[arg(long, value_name = "N", default_value_t = 16)]
     held_out: usize,
+    /// GEMM to measure alone, besides the whole recipe: its operands are those of the recipe, and all other tensors those of the reference. This
+    /// option may be repeated.
+    #[arg(long, value_name = "GEMM")]
+    alone: Vec<Gemm>,
     /// Writes all numbers, tensor by tensor, to this JSON file.
     #[arg(long, value_name = "OUT")]
     out: Option<PathBuf>,
@@ -52,6 +57,36 @@ pub struct Args {
     force: Force,
     #[command(flatten)]
     device: DeviceArg,
+}
+
+/// A matrix product of a linear layer.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum Gemm {
+    /// The forward GEMM.
+    Fprop,
+    /// The GEMM for the gradient of the input.
+    Dgrad,
+    /// The GEMM for the gradient of the weight, and the tensors saved for it.
+    Wgrad,
+}
+
+impl Gemm {
+    /// The recipe in this GEMM, and the reference in everything else. The name says so.
+    ///
+    /// # Errors
+    /// If no kernel can execute the mixture, or if a key of the recipe has no effect in it.
+    fn alone(self, recipe: &Recipe, reference: &Recipe) -> Result<Recipe> {
+        let (name, others) = match self {
+            Self::Fprop => ("fprop", r#""dgrad", "wgrad", "saved""#),
+            Self::Dgrad => ("dgrad", r#""fprop", "wgrad", "saved""#),
+            Self::Wgrad => ("wgrad", r#""fprop", "dgrad""#),
+        };
+        let text = format!(
+            "extends = \"recipe\"\n[[override]]\nproducts = [{others}, \"dispatch\", \"combine\"]\nset.recipe = \"reference\""
+        );
+        let named = |which: &str| Ok(if which == "recipe" { recipe } else { reference }.clone());
+        Ok(Recipe::parse_with(&format!("{}, {name} alone", recipe.name), &text, &named)?)
+    }
 }
 
 const FIGURES: Mark = Mark::Figures("nibble fidelity");
@@ -79,7 +114,17 @@ pub fn run(args: Args) -> Result<()> {
         Ok(recipe)
     };
     let reference = recipe(&args.reference)?;
-    let recipes = args.recipes.iter().map(recipe).collect::<Result<Vec<_>>>()?;
+    let mut recipes = Vec::new();
+    for name in &args.recipes {
+        let whole = recipe(name)?;
+        recipes.push(whole.clone());
+        for gemm in &args.alone {
+            match gemm.alone(&whole, &reference) {
+                Ok(alone) => recipes.push(alone),
+                Err(error) => say!("not measured: {error}"),
+            }
+        }
+    }
     let mut outputs = Outputs::new(args.force, config.files(&args.path.to_string_lossy()));
     let out = args.out.as_ref().map(|path| outputs.named(path, &FIGURES)).transpose()?;
     crate::caching::make(&config, None)?;
@@ -143,7 +188,7 @@ impl Work for Measuring<'_> {
                 reference.name
             );
             say!(
-                "{:26} {:>7} {:>20} {:>9} {:>9} {:>9} {:>9}",
+                "{:36} {:>7} {:>20} {:>9} {:>9} {:>9} {:>9}",
                 "recipe",
                 "redraws",
                 "held-out loss",
@@ -203,7 +248,7 @@ impl OfRecipe {
             _ => (relative(all.bias), relative(all.variance)),
         };
         format!(
-            "{:26} {:>7} {held_out:>20} {:>9} {bias:>9} {variance:>9} {:>9.4}",
+            "{:36} {:>7} {held_out:>20} {:>9} {bias:>9} {variance:>9} {:>9.4}",
             self.recipe,
             all.redraws,
             relative(all.bias + all.variance),

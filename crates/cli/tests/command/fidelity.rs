@@ -26,6 +26,23 @@ fn errors_of_gradients_are_those_of_the_recipe() {
     assert!(number("nvfp4", "variance") > 0.0);
     assert!(0.0 < number("mxfp8", "bias") && number("mxfp8", "bias") < number("ablation-mxfp4", "bias"));
     assert!(found["noise"].as_array().unwrap().last().unwrap()["variance"].as_f64().unwrap() > 0.0);
+    let args = "fidelity run --device cpu --redraws 1 --batches 2 --held-out 1 --recipe ablation-mxfp4 --recipe fp8-deepseek --alone fprop --alone dgrad --alone wgrad --out alone.json";
+    let told = place.nibble(&args.split(' ').collect::<Vec<_>>()).ok();
+    // The mixture has no dequantized rows to requantize.
+    told.contains("not measured: recipe fp8-deepseek, wgrad alone");
+    let found: Value = serde_json::from_slice(&read(place.path("alone.json"))).unwrap();
+    let error = |recipe: &str| all(&found, recipe)["bias"].as_f64().unwrap();
+    let [fprop, dgrad, wgrad] =
+        ["fprop", "dgrad", "wgrad"].map(|gemm| error(&format!("ablation-mxfp4, {gemm} alone")));
+    assert!(0.0 < wgrad && wgrad < dgrad.max(fprop) && dgrad != fprop, "{fprop} {dgrad} {wgrad}");
+    assert!(error("ablation-mxfp4") < 2.0 * (fprop + dgrad + wgrad), "{fprop} {dgrad} {wgrad}");
+    let loss = |recipe: &str| {
+        let of = found["recipes"].as_array().unwrap().iter().find(|one| one["recipe"] == recipe).unwrap();
+        of["held_out"]["mean"].as_f64().unwrap()
+    };
+    // Only the forward GEMM decides the loss.
+    assert_eq!(loss("ablation-mxfp4, fprop alone"), loss("ablation-mxfp4"));
+    assert_eq!(loss("ablation-mxfp4, wgrad alone"), 0.0);
     let wrong = place.nibble(&["fidelity", "run", "--device", "cpu", "--recipe", "fp8-delayed"]).failed(2);
     assert!(wrong.contains("recipe fp8-delayed: has delayed scales"), "{wrong}");
 }
