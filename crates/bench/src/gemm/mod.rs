@@ -51,7 +51,7 @@ pub struct Args {
     plot: Option<PathBuf>,
     /// Searches for faster kernel instances, and writes the fastest instance of each GEMM to this JSON file; measures nothing else. If the
     /// file already has an instance for a GEMM, only that instance is compared with Nibble's choice. The search takes ten seconds per GEMM,
-    /// or one second with --quick. Nothing but a later --tune reads the file. To use a faster instance, change `TensorCoreConfig::choose`
+    /// or one second with --quick. Only a later --tune reads the file. To use a faster instance, change `TensorCoreConfig::choose`
     /// in crates/choice/src/products/tensor_cores.rs.
     #[arg(long, value_name = "OUT", conflicts_with = "plot")]
     tune: Option<PathBuf>,

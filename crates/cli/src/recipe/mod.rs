@@ -47,8 +47,8 @@ pub struct Args {
     #[arg(long, requires = "recipe")]
     all: bool,
     /// Like --all, but runs the layers and prints the operations that ran. Also prints the layers' matrix products with operands, scales
-    /// and kernels, and the products that a GPU would not compute on tensor cores. Of a run, names the sites whose values became zero or were
-    /// cut off, as far as the run measured them.
+    /// and kernels, and the products that a GPU would not compute on tensor cores. For a run, names the sites whose values became zero or
+    /// saturated, if the run measured quantization.
     #[arg(long, requires = "recipe")]
     trace: bool,
     /// Prints only the cost of a training step of CONFIG under the recipe: the share of multiply-adds per kind of layer and code width, and

@@ -71,7 +71,7 @@ pub struct Args {
     /// explicitly.
     #[arg(long)]
     resume: bool,
-    /// Ends after step STEP of train.steps, with a checkpoint; the schedule stays that of train.steps. --resume continues the run.
+    /// Stops after step STEP and writes a checkpoint. The learning-rate schedule remains that of train.steps. --resume continues the run.
     #[arg(long, value_name = "STEP", conflicts_with = "dry_run", value_parser = clap::value_parser!(u64).range(1..))]
     until: Option<u64>,
     /// Prints configuration, parameter count and predicted memory, and exits without allocating weights or writing files. The prediction is
