@@ -10,6 +10,7 @@ use nibble_core::Recipe;
 use nibble_study::fidelity::{Decomposition, Gradient, Redraws};
 use nibble_study::statistics::Paired;
 use nibble_train::config::Config;
+use nibble_train::record::SiteError;
 use nibble_train::trainer::ParamGradient;
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -25,6 +26,7 @@ use std::path::PathBuf;
     Examples:\n  \
     nibble fidelity runs/tiny --recipe mxfp4-hopper --recipe mxfp4\n  \
     nibble fidelity runs/tiny --recipe mxfp4 --alone fprop --alone dgrad --alone wgrad\n  \
+    nibble fidelity runs/tiny --recipe nvfp4 --sites --redraws 1\n  \
     nibble fidelity runs/tiny --recipe nvfp4 --redraws 16 --out fidelity.json"
 )]
 pub struct Args {
@@ -50,6 +52,10 @@ pub struct Args {
     /// option may be repeated.
     #[arg(long, value_name = "GEMM")]
     alone: Vec<Gemm>,
+    /// Also measures the error of every quantization (QSNR, underflow, saturation, range of the blocks' largest magnitudes), and prints it
+    /// summed over layers.
+    #[arg(long)]
+    sites: bool,
     /// Writes all numbers, tensor by tensor, to this JSON file.
     #[arg(long, value_name = "OUT")]
     out: Option<PathBuf>,
@@ -214,9 +220,16 @@ impl Work for Measuring<'_> {
             if on.is_first() {
                 say!("{}", found.line(whole));
             }
-            all.push(
-                json!({ "recipe": found.recipe, "held_out": found.held_out, "gradient": found.gradient }),
-            );
+            let mut row =
+                json!({ "recipe": found.recipe, "held_out": found.held_out, "gradient": found.gradient });
+            if args.sites {
+                let errors = trainer.quantization_errors()?;
+                if on.is_first() {
+                    print_sites(&errors);
+                }
+                row["sites"] = json!(errors);
+            }
+            all.push(row);
         }
         // `noise` compares the reference's gradients over training batches with the gradient of the first batch.
         let found = json!({
@@ -254,6 +267,47 @@ impl OfRecipe {
             relative(all.bias + all.variance),
             all.error() / noise
         )
+    }
+}
+
+/// Prints the errors of quantization, summed over the decoder layers.
+fn print_sites(errors: &[SiteError]) {
+    let mut sums: Vec<(String, SiteError)> = Vec::new();
+    for error in errors {
+        let site = error.in_any_layer();
+        let same = |one: &&mut (String, SiteError)| {
+            let key = |error: &SiteError| (error.blocks, error.transform, error.format.clone());
+            one.0 == site && key(&one.1) == key(error)
+        };
+        match sums.iter_mut().find(same) {
+            Some((_, sum)) => sum.add(error),
+            None => sums.push((site, error.clone())),
+        }
+    }
+    say!(
+        "  {:34} {:8} {:8} {:>9} {:>8} {:>10} {:>10}  {}",
+        "quantized tensor",
+        "blocks",
+        "format",
+        "transform",
+        "QSNR, dB",
+        "underflow",
+        "saturation",
+        "amax of blocks"
+    );
+    for (site, sum) in sums {
+        let fraction = |count: u64| format!("{:.5}", count as f64 / sum.values.max(1) as f64);
+        let [low, high] = sum.block_amax.map(|amax| amax.log2().round() + 0.0);
+        let range = if sum.values == 0 { "all zero".to_owned() } else { format!("2^{low} to 2^{high}") };
+        let transform = if sum.transform == 0 { "–".to_owned() } else { sum.transform.to_string() };
+        say!(
+            "  {site:34} {:8} {:8} {transform:>9} {:>8.2} {:>10} {:>10}  {range}",
+            sum.blocks,
+            sum.format,
+            sum.qsnr_db(),
+            fraction(sum.underflowed),
+            fraction(sum.saturated)
+        );
     }
 }
 

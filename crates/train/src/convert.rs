@@ -58,6 +58,15 @@ pub struct EarlierScales<'a, B: Kernels> {
     pub cells: FoundCells,
 }
 
+/// What blocks along this axis are called.
+pub(crate) const fn planes_of(axis: BlockAxis) -> &'static str {
+    match axis {
+        BlockAxis::Row => "rows",
+        BlockAxis::Col => "columns",
+        BlockAxis::Tile => "tiles",
+    }
+}
+
 impl<B: Kernels> Cx<'_, B> {
     /// For each representation that only GEMMs read: the numbers ([`Numbers`]) that these GEMMs multiply. The numbers are `None` in a step
     /// that measures quantization, because the measurement reads codes too.
@@ -242,11 +251,10 @@ impl<B: Kernels> Cx<'_, B> {
         groups: Option<&Groups<B>>,
     ) -> Result<Emitted<B>> {
         let (op, cells) = self.quantization(at, x, to, planes, groups)?;
+        let transform = op.hadamard;
         let out = Quantize { only_for, ..op }.run(self.b)?;
         self.keep_quantized(at.layer, at.tensor, &out, cells);
-        if to.rht.is_none() {
-            self.measure(x, [&out.rows, &out.cols], groups)?;
-        }
+        self.measure_transformed(x, [&out.rows, &out.cols], groups, transform.as_ref())?;
         Ok(out)
     }
 
@@ -325,6 +333,10 @@ impl<B: Kernels> Cx<'_, B> {
                 let quantized =
                     quantized.ok_or(Error::Defect { place: "measure", what: "nothing is made" })?;
                 let quantized = quantized.block("measure_quantization")?;
+                if self.errors.is_some() {
+                    self.keep_error(&x, quantized, None, None)?;
+                    continue;
+                }
                 counts.push(MeasureQuantization { x: &x, quantized, groups: None }.run(self.b)?);
             }
         }
@@ -342,7 +354,27 @@ impl<B: Kernels> Cx<'_, B> {
         planes: [&Option<Operand<B>>; 2],
         groups: Option<&Groups<B>>,
     ) -> Result<()> {
+        self.measure_transformed(x, planes, groups, None)
+    }
+
+    /// [`Cx::measure`] of a tensor that is transformed before it is quantized. The counts of a training step leave such tensors out.
+    pub(crate) fn measure_transformed(
+        &self,
+        x: &Tensor<B>,
+        planes: [&Option<Operand<B>>; 2],
+        groups: Option<&Groups<B>>,
+        transform: Option<&Hadamard<'_, B>>,
+    ) -> Result<()> {
         if !self.measures_last() {
+            return Ok(());
+        }
+        if self.errors.is_some() {
+            let mut planes = planes.into_iter().flatten();
+            return planes.try_for_each(|plane| {
+                self.keep_error(x, plane.block("measure_quantization")?, groups, transform)
+            });
+        }
+        if transform.is_some() {
             return Ok(());
         }
         let of = |plane: &Operand<B>| {

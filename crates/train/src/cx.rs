@@ -5,7 +5,7 @@ use crate::delayed::DelayedRecords;
 use crate::layer_plans::LayerPlans;
 use crate::moe::Combine;
 use crate::param::Buckets;
-use crate::record::{Counted, LayerSample};
+use crate::record::{Counted, LayerSample, SiteError};
 use crate::shards::{Shards, Sight};
 use nibble_core::ops::{Positions, Windows};
 use nibble_core::recipe::{Layer, LayerPlan, Passes};
@@ -55,6 +55,8 @@ pub struct Cx<'a, B: Kernels> {
     pub delayed: Option<DelayedRecords<B>>,
     /// The layers in which a step compares quantized values with the original values; `None` in other steps.
     pub measures: Option<LayerSample>,
+    /// The error of every quantization so far, in an analysis that measures it; `None` in training.
+    pub errors: Option<RefCell<Vec<SiteError>>>,
 }
 
 impl<'a, B: Kernels> Cx<'a, B> {
@@ -92,6 +94,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
             clock: None,
             delayed: None,
             measures: None,
+            errors: None,
         }
     }
 

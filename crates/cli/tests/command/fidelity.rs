@@ -43,6 +43,33 @@ fn errors_of_gradients_are_those_of_the_recipe() {
     // Only the forward GEMM decides the loss.
     assert_eq!(loss("ablation-mxfp4, fprop alone"), loss("ablation-mxfp4"));
     assert_eq!(loss("ablation-mxfp4, wgrad alone"), 0.0);
+    let args = "fidelity run --device cpu --redraws 1 --batches 2 --held-out 1 --recipe nvfp4 --recipe mxfp4-hopper --sites --out sites.json";
+    place.nibble(&args.split(' ').collect::<Vec<_>>()).ok().contains("QSNR");
+    let found: Value = serde_json::from_slice(&read(place.path("sites.json"))).unwrap();
+    let sites = |recipe: usize| found["recipes"][recipe]["sites"].as_array().unwrap();
+    let of = |site: &Value, key: &str| site[key].as_f64().unwrap();
+    let mut transformed = 0;
+    for site in sites(0) {
+        // Other signs or another place of a transform's blocks would leave no signal; FP4 with a scale for 16 values has 15 to 25 dB.
+        let qsnr = 10.0 * (of(site, "signal") / of(site, "noise")).log10();
+        assert!(of(site, "values") == 0.0 || (14.0..26.0).contains(&qsnr), "{qsnr} dB: {site}");
+        if of(site, "transform") == 0.0 {
+            continue;
+        }
+        transformed += 1;
+        // A Hadamard transform keeps the sum of squares.
+        let is_same = |other: &&Value| {
+            other["layer"] == site["layer"] && other["tensor"] == site["tensor"] && of(other, "transform") == 0.0
+        };
+        if let Some(plain) = sites(0).iter().find(is_same) {
+            let ratio = of(site, "signal") / of(plain, "signal");
+            assert!((ratio - 1.0).abs() < 1e-4, "{ratio}: {site}");
+        }
+    }
+    assert!(transformed > 0);
+    // An input is multiplied in one format and saved in another.
+    let formats = |format: &str| sites(1).iter().any(|site| site["tensor"] == "x" && site["format"] == format);
+    assert!(formats("e4m3") && formats("mxfp4"));
     let wrong = place.nibble(&["fidelity", "run", "--device", "cpu", "--recipe", "fp8-delayed"]).failed(2);
     assert!(wrong.contains("recipe fp8-delayed: has delayed scales"), "{wrong}");
 }

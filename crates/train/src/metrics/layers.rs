@@ -1,7 +1,7 @@
 //! Layer metrics of a step. They are large for a large model, so about a hundred steps of a run have them.
 
+use crate::convert::planes_of;
 use crate::record::{ChangeKind, Measured, Report};
-use nibble_core::formats::BlockAxis;
 use serde::{Deserialize, Serialize};
 
 /// Expert loads and quantization counts of one step, over all ranks.
@@ -61,7 +61,7 @@ impl LayerMetrics {
             let (conversion, inexact) = match site.conversion {
                 ChangeKind::Quantize => ("quantize".to_owned(), None),
                 ChangeKind::Transcode { from, axis } => {
-                    (format!("{from} to {}", planes(axis)), Some(counts.inexact))
+                    (format!("{from} to {}", planes_of(axis)), Some(counts.inexact))
                 }
             };
             SiteMetrics {
@@ -82,14 +82,6 @@ impl LayerMetrics {
         let load =
             report.load().iter().map(|layer| layer.iter().map(|rows| *rows as u64).collect()).collect();
         Self { step: report.step() + 1, load, sites: sites.collect() }
-    }
-}
-
-fn planes(axis: BlockAxis) -> &'static str {
-    match axis {
-        BlockAxis::Row => "rows",
-        BlockAxis::Col => "columns",
-        BlockAxis::Tile => "tiles",
     }
 }
 

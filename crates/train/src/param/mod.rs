@@ -302,8 +302,8 @@ impl<B: Kernels> Param<B> {
         let op = Quantize { stack: self.stack(), random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
         let made = op.run(cx.b)?;
         self.keep_counts_once(cx, name, &made, None)?;
-        if self.replicas(cx.mesh).rank() == 0 && hadamard.is_none() {
-            cx.measure(x, [&made.rows, &None], None)?;
+        if self.replicas(cx.mesh).rank() == 0 {
+            cx.measure_transformed(x, [&made.rows, &None], None, hadamard.as_ref())?;
         }
         made.take_rows("prepare")
     }

@@ -43,7 +43,7 @@ use crate::model_plan::sites_of_run;
 use crate::moe::Placed;
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param, reduce_gradients};
-use crate::record::{Counted, LayerSample, Layout, Told, Waiting};
+use crate::record::{Counted, LayerSample, Layout, SiteError, Told, Waiting};
 use crate::shards::{Shards, Sight, SpanCounts};
 use crate::spec::ModelSpec;
 use nibble_core::allocation::{in_part, part};
@@ -248,6 +248,17 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             ..context.cx(shards)
         };
         Ok(Self { context, model, buffers, cx })
+    }
+
+    /// From now on, measures the error of every quantization of this rank.
+    pub fn measure_errors(&mut self) {
+        self.cx.measures = Some(LayerSample::ALL);
+        self.cx.errors = Some(RefCell::default());
+    }
+
+    /// The errors since [`Step::measure_errors`].
+    pub fn take_errors(&mut self) -> Vec<SiteError> {
+        self.cx.errors.take().map(RefCell::into_inner).unwrap_or_default()
     }
 
     /// Moves the objects that `new` took from the buffers back into the buffers.

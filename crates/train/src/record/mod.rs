@@ -3,9 +3,11 @@
 //! Ops write counts, loads and losses to small buffers. [`Counted`] remembers the site of each buffer, and one op per pass adds the
 //! buffers' values to the table. At the end of a step, one report contains the tables of all ranks. The host reads the report later.
 
+mod errors;
 mod measured;
 mod site;
 
+pub use errors::SiteError;
 pub use measured::{LayerSample, Measured};
 pub use site::{ChangeKind, CountSite};
 pub(crate) use site::{OF_DGRAD, OF_FPROP};
@@ -101,6 +103,11 @@ impl<B: Backend> Counted<B> {
     pub fn is_measured(&self, sample: LayerSample) -> bool {
         let last = self.waiting.last().map(|last| &self.sites[last.site]);
         last.is_some_and(|site| sample.takes(site.decoder_layer()))
+    }
+
+    /// The site whose counts were stored last.
+    pub(crate) fn last_site(&self) -> Option<CountSite> {
+        self.waiting.last().map(|last| self.sites[last.site].clone())
     }
 
     /// Adds measurements to the counts that were stored last.

@@ -43,14 +43,19 @@ impl fmt::Display for CountSite {
     }
 }
 
+/// The name of a layer's tensor without the number of the decoder layer.
+pub(super) fn in_any_layer(layer: &str, tensor: &str) -> String {
+    let mut parts: Vec<&str> = layer.split('.').collect();
+    if let Some(number) = parts.iter().position(|part| part.parse::<usize>().is_ok()) {
+        parts.drain(..=number);
+    }
+    format!("{}.{tensor}", parts.join("."))
+}
+
 impl CountSite {
     /// The site's name without the decoder layer, which is the same for corresponding sites in all layers.
     pub fn in_any_layer(&self) -> String {
-        let mut parts: Vec<&str> = self.layer.split('.').collect();
-        if let Some(number) = parts.iter().position(|part| part.parse::<usize>().is_ok()) {
-            parts.drain(..=number);
-        }
-        format!("{}.{}", parts.join("."), self.tensor)
+        in_any_layer(&self.layer, self.tensor)
     }
 
     /// The number of the site's decoder layer as text; `-` outside decoder layers.

@@ -4,7 +4,7 @@ use super::Trainer;
 use super::weights::gather;
 use crate::error::{Error, Result};
 use crate::rank::{RankState, Step};
-use crate::record::Told;
+use crate::record::{SiteError, Told};
 use nibble_core::{Error as CoreError, Kernels};
 use std::path::Path;
 
@@ -25,6 +25,23 @@ impl<B: Kernels> Trainer<'_, B> {
     /// # Errors
     /// [`Error::Data`] for a step without a target; from the backend, the data and other ranks.
     pub fn gradient(&mut self, later: u64, redraw: u64) -> Result<Vec<ParamGradient>> {
+        Ok(self.gradient_seen(later, redraw, false)?.0)
+    }
+
+    /// The error of every quantization of the step of `gradient(0, 0)` on this rank.
+    ///
+    /// # Errors
+    /// As [`Trainer::gradient`].
+    pub fn quantization_errors(&mut self) -> Result<Vec<SiteError>> {
+        Ok(self.gradient_seen(0, 0, true)?.1)
+    }
+
+    fn gradient_seen(
+        &mut self,
+        later: u64,
+        redraw: u64,
+        errors: bool,
+    ) -> Result<(Vec<ParamGradient>, Vec<SiteError>)> {
         self.require_settled("gradient")?;
         self.rank.make_buffers()?;
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
@@ -45,20 +62,25 @@ impl<B: Kernels> Trainer<'_, B> {
         context.config.seed = seed ^ redraw.rotate_left(32);
         context.capacity_factor = f64::INFINITY;
         let names: Vec<String> = model.optimized().iter().map(|param| param.name.clone()).collect();
-        let mut work = || -> Result<Vec<Vec<f32>>> {
+        let mut work = || -> Result<(Vec<Vec<f32>>, Vec<SiteError>)> {
             let mut step = Step::new(context, model, buffers)?;
+            if errors {
+                step.measure_errors();
+            }
             step.first_micro_batch()?;
             for _ in 1..context.config.train.grad_accum {
                 step.next_micro_batch()?;
             }
             let gradients = step.gradients(|param, grad| gather(b, mesh, param, grad))?;
+            let errors = step.take_errors();
             step.end();
-            Ok(gradients)
+            Ok((gradients, errors))
         };
-        let gradients = b.within(activations, || Ok(work()));
+        let found = b.within(activations, || Ok(work()));
         (context.config.seed, context.capacity_factor) = (seed, factor);
-        let named = names.into_iter().zip(gradients??);
-        Ok(named.map(|(name, values)| ParamGradient { name, values }).collect())
+        let (gradients, errors) = found??;
+        let named = names.into_iter().zip(gradients);
+        Ok((named.map(|(name, values)| ParamGradient { name, values }).collect(), errors))
     }
 
     /// Held-out nats of each of the first sequences, `batches` batches of [`HeldOut::BATCH`](crate::evaluation::HeldOut::BATCH) from all over the data, or of all (0), and the
