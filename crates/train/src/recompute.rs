@@ -190,7 +190,7 @@ impl Entry {
     }
 
     /// Why the entry has no effect in a model, or selects layers that do not exist.
-    fn fault(&self, model: &ModelConfig) -> Option<String> {
+    pub(crate) fn fault(&self, model: &ModelConfig) -> Option<String> {
         if !self.scope.is_of(model) {
             return Some(format!("names {self}, but {}; leave it out", self.scope.absence()));
         }
