@@ -142,12 +142,13 @@ pub fn ranks(kinds: &[(Vec<usize>, usize)]) -> Vec<String> {
 pub fn least(found: &Least, recipe: &str, limit: usize) -> Vec<String> {
     let size = |n: usize| bytes(n as u64);
     let line = |what: &str, Recomputed { bytes, extra, .. }: &Recomputed| {
-        let share = 100.0 * extra.seconds / found.step_seconds;
+        // Without a sign of zero.
+        let share = (1000.0 * extra.seconds / found.step_seconds).round() / 10.0 + 0.0;
         format!(
-            "  {what:<22} {:>10}, {:>8.2} Tflop and {:>7.2} ms more a step at an H200's peak rates (+{share:.1} %)",
+            "  {what:<22} {:>10}, {:>8.2} Tflop and {:>7.2} ms more a step at an H200's peak rates ({share:+.1} %)",
             size(*bytes),
             extra.flops / 1e12,
-            1e3 * extra.seconds
+            (1e5 * extra.seconds).round() / 100.0 + 0.0
         )
     };
     let limit = format!("{} bytes ({})", thousands(limit as u64), size(limit));
