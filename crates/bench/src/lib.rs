@@ -6,6 +6,7 @@ mod attention;
 mod exchange;
 mod experts;
 mod figures;
+mod fit;
 mod floors;
 mod gemm;
 mod gpu;

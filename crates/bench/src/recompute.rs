@@ -6,7 +6,7 @@ use nibble_command::console::bytes;
 use nibble_command::device::{Device, On};
 use nibble_command::error::Result;
 use nibble_train::config::Config;
-use nibble_train::recompute::Scope;
+use nibble_train::recompute::{Recompute, Scope};
 use nibble_train::trainer::Trainer;
 use serde_json::{Value, json};
 use std::time::Instant;
@@ -19,8 +19,7 @@ pub fn run<B: Device>(on: &On<'_, B>, config: &Config, steps: usize) -> Result<V
         ("nothing".to_owned(), Vec::new()),
     ];
     // Only scopes that exist in the model are measured.
-    let has = |scope: &Scope| *scope != Scope::MlaUp || config.model.kv_rank > 0;
-    let scopes: Vec<Scope> = Scope::ALL.into_iter().filter(has).collect();
+    let scopes: Vec<Scope> = Scope::ALL.into_iter().filter(|scope| scope.is_of(&config.model)).collect();
     choices.extend(scopes.iter().map(|scope| (scope.name().to_owned(), vec![*scope])));
     choices.push(("all".to_owned(), scopes));
     tell!(
@@ -32,7 +31,7 @@ pub fn run<B: Device>(on: &On<'_, B>, config: &Config, steps: usize) -> Result<V
     let mut rows = Vec::new();
     for (name, recompute) in choices {
         let mut config = config.clone();
-        config.train.recompute = recompute;
+        config.train.recompute = Recompute::of(&recompute);
         let cost = measure(on, &config, steps)?;
         let [kept, peak] = [cost.kept_bytes, cost.peak_bytes].map(|n| bytes(n as u64));
         tell!(on, "    {name:<24} {kept:>12} {peak:>12} {:>12.2}", 1e3 * cost.step_seconds);

@@ -1,5 +1,6 @@
 //! Compares training steps with their floor, and shows which operations take their time.
 
+use super::fit::{self, Fit};
 use super::floors::Floors;
 use super::ranks::{slowest, tell};
 use super::recompute;
@@ -8,6 +9,7 @@ use nibble_command::console::{bytes, thousands};
 use nibble_command::device::{self, Device, DeviceArg, On, OpTime, Work};
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
+use nibble_command::size::parse_size;
 use nibble_core::{DType, MemoryStats, Recipe, Traffic};
 use nibble_cuda::Launched;
 use nibble_train::checks::recipe_files;
@@ -35,6 +37,7 @@ use std::time::Instant;
     Examples:\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
     nibble bench step --recipe bf16 --recompute\n  \
+    nibble bench step --fit 64MiB --recipe bf16 --recipe mxfp4-hopper\n  \
     nibble bench step --recipe bf16 --set run.ranks=4 --set run.dp=2 --set train.expert_shards=2\n  \
     nibble bench step shakespeare --set data.source=tinyshakespeare.txt\n  \
     nibble bench step s --device cuda:0 --recipe mxfp4-hopper"
@@ -58,6 +61,10 @@ pub struct Args {
     /// Measures how much memory each scope of train.recompute saves and how much time it costs, instead of the time of each operation.
     #[arg(long)]
     recompute: bool,
+    /// Trains each recipe with the least recomputation that is predicted to fit this many bytes of one device, such as 80GB (10^9 bytes) or
+    /// 74.5GiB (2^30 bytes), instead of the time of each operation. The limit chooses the recomputation; the device is not limited.
+    #[arg(long, value_name = "SIZE", conflicts_with_all = ["recompute", "spans"], value_parser = parse_size)]
+    fit: Option<usize>,
     /// Adds each kernel, copy, fill and message of one traced step to the --json file, with start time and duration.
     #[arg(long)]
     spans: bool,
@@ -96,6 +103,7 @@ impl Default for Args {
             steps,
             warm_up,
             recompute: false,
+            fit: None,
             spans: false,
             device,
         }
@@ -111,7 +119,10 @@ pub fn run(args: &Args) -> Result<Value> {
     let of_recipe =
         |name: &String| Config::load(&args.config, &[&overrides[..], &[format!("recipe={name}")]].concat());
     let config = Config::load(&args.config, &overrides)?;
-    let configs = recipes.iter().map(of_recipe).collect::<Result<_, _>>()?;
+    let configs = recipes.iter().map(of_recipe).collect::<Result<Vec<_>, _>>()?;
+    if let Some(limit) = args.fit {
+        return fit::run(&args.config, &configs, Fit { limit, steps: args.steps, warm_up: args.warm_up });
+    }
     device::run(&config.run, &Steps { args, configs, flops: step_flops(&config) })
 }
 
@@ -311,7 +322,7 @@ fn tell_traffic<B: Device>(on: &On<'_, B>, traffic: Traffic, each: impl Fn(u64) 
 }
 
 /// Runs steps, each issued before the previous step's record has been read. Returns the total seconds.
-fn pass<B: Device>(trainer: &mut Trainer<'_, B>, steps: usize) -> Result<f64> {
+pub(super) fn pass<B: Device>(trainer: &mut Trainer<'_, B>, steps: usize) -> Result<f64> {
     let start = Instant::now();
     for _ in 0..steps {
         trainer.issue_step()?;

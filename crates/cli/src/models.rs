@@ -7,7 +7,7 @@ use nibble_train::checks::check_sizes;
 use nibble_train::config::{Config, published_models, tiny_models};
 use nibble_train::family;
 use nibble_train::plan::{Fit, GPUS, Gpu, RECIPES, Trial, fits_whole, overrides};
-use nibble_train::recompute::Scope;
+use nibble_train::recompute::Recompute;
 use nibble_train::spec::ModelSpec;
 
 /// Lists published models and which GPU can train each model
@@ -60,12 +60,12 @@ fn all() -> Result<()> {
     for name in published_models() {
         let config = Config::load(name, &[])?;
         let Told { family, parameters, active } = told(&config)?;
-        let own = Scope::normal(&config.train.recompute);
+        let own = config.train.recompute.normal();
         let mut on = |gpu| Ok::<_, Error>(cell(&fits_whole(&config, gpu)?, gpu, &own, &mut noted));
         say!("{}", row([name.into(), family.into(), parameters, active, on(small)?, on(large)?]));
     }
-    for (i, scopes) in noted.iter().enumerate() {
-        say!("({}): with {}", i + 1, overrides(&[Scope::setting(scopes)]));
+    for (i, recompute) in noted.iter().enumerate() {
+        say!("({}): with {}", i + 1, overrides(&[recompute.setting()]));
     }
     say!("tried: {}; then each with more and more recomputed.", RECIPES.join(", "));
     say!("state N x: weights, moments and gradients alone take N times the GPU's memory.");
@@ -85,7 +85,7 @@ fn row([name, family, parameters, active, small, large]: [String; 6]) -> String 
 }
 
 /// The cell of a model and a GPU. If the model needs more recomputation than its configuration has, a numbered note appears below the list.
-fn cell(fit: &Fit, gpu: &Gpu, own: &[Scope], noted: &mut Vec<Vec<Scope>>) -> String {
+fn cell(fit: &Fit, gpu: &Gpu, own: &Recompute, noted: &mut Vec<Recompute>) -> String {
     let times = |bytes: usize| format!("{:.2} x", bytes as f64 / gpu.bytes as f64);
     match fit {
         Fit::With(Trial { recipe, recompute }) if recompute == own => (*recipe).to_owned(),
@@ -111,7 +111,7 @@ fn one(name: &str) -> Result<()> {
     say!("{name}: {family}, {parameters} parameters, {active} active per token");
     say!("memory of one GPU that trains all of it, {sequences} x {tokens} tokens per micro-batch:");
     let trials = Trial::all(&config);
-    let lists: Vec<String> = trials.iter().map(|trial| Scope::list(&trial.recompute)).collect();
+    let lists: Vec<String> = trials.iter().map(|trial| trial.recompute.to_string()).collect();
     let width = lists.iter().map(String::len).max().unwrap_or(0).max(KEY.len());
     let line = |title: &str, cells: Vec<String>| {
         let cells: String = cells.iter().map(|cell| format!("  {cell:>12}")).collect();
@@ -132,18 +132,20 @@ fn one(name: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nibble_train::recompute::Scope;
 
     #[test]
     fn a_cell_says_what_is_set_besides_and_how_far_it_is_from_fitting() {
         let gpu = Gpu { name: "a GPU", bytes: 100 };
-        let own = Scope::DEFAULT.to_vec();
-        let with = |recompute: &[Scope]| Fit::With(Trial { recipe: "bf16", recompute: recompute.to_vec() });
+        let own = Recompute::default();
+        let with = |recompute: &Recompute| Fit::With(Trial { recipe: "bf16", recompute: recompute.clone() });
+        let [layers, experts] = [Scope::Layers, Scope::Experts].map(|scope| Recompute::of(&[scope]));
         let mut noted = Vec::new();
         let mut of = |fit: &Fit| cell(fit, &gpu, &own, &mut noted);
-        let fits = [with(&own), with(&[Scope::Layers]), with(&[Scope::Experts]), with(&[Scope::Layers])];
+        let fits = [with(&own), with(&layers), with(&experts), with(&layers)];
         assert_eq!(fits.each_ref().map(&mut of), ["bf16", "bf16 (1)", "bf16 (2)", "bf16 (1)"]);
         assert_eq!(of(&Fit::TooLarge(140)), "needs 1.40 x");
         assert_eq!(of(&Fit::StateTooLarge(230)), "state 2.30 x");
-        assert_eq!(noted, [[Scope::Layers], [Scope::Experts]]);
+        assert_eq!(noted, [layers, experts]);
     }
 }

@@ -29,6 +29,7 @@ pub mod layers;
 pub mod links;
 pub mod output;
 pub mod ranks;
+pub mod size;
 
 /// The example of the README compiles.
 #[cfg(doctest)]

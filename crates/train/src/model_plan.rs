@@ -60,7 +60,7 @@ impl SiteList {
 /// The errors of [`sites`]; [`Error::Shape`] if a tensor would have different histories in a run.
 pub fn sites_of_run(config: &Config, plans: &LayerPlans) -> Result<Vec<PlannedSite>> {
     let (spec, steps) = (ModelSpec::new(&config.model), config.train.steps);
-    let passes = Passes::Both { keep_a: !config.train.recompute.contains(&Scope::Swiglu) };
+    let passes = |layer| passes_of(config, layer);
     let mut all = SiteList::default();
     for step in steps_of_change(plans.recipe(), steps).into_iter().filter(|step| *step < steps) {
         let found = sites(&spec, plans, step as f64 / steps as f64, passes)?;
@@ -69,7 +69,14 @@ pub fn sites_of_run(config: &Config, plans: &LayerPlans) -> Result<Vec<PlannedSi
     Ok(all.sites)
 }
 
-/// The sites that a step counts at a point of a run (step / steps), in order: weights' copies, forward pass, backward pass.
+/// The passes of the experts of a decoder layer.
+fn passes_of(config: &Config, layer: usize) -> Passes {
+    let recomputed = config.train.recompute.of_layer(&config.model, layer);
+    Passes::Both { keep_a: !recomputed.contains(&Scope::Swiglu) }
+}
+
+/// The sites that a step counts at a point of a run (step / steps), in order: weights' copies, forward pass, backward pass. `passes` are
+/// those of the experts of each decoder layer.
 ///
 /// # Errors
 /// [`Error::Defect`] if a part of `spec` has the wrong kind for its place; [`Error::Shape`] if a tensor would have different histories.
@@ -77,20 +84,24 @@ pub fn sites(
     spec: &ModelSpec,
     plans: &LayerPlans,
     progress: f64,
-    passes: Passes,
+    passes: impl Fn(usize) -> Passes,
 ) -> Result<Vec<PlannedSite>> {
-    let mut sites = Sites { plans, progress, passes, found: SiteList::default() };
-    let blocks: Vec<BlockSpec> = spec.blocks().collect();
-    for block in &blocks {
+    let mut sites = Sites { plans, progress, passes: Passes::TRAINING, found: SiteList::default() };
+    let blocks: Vec<(Passes, BlockSpec)> =
+        spec.blocks().enumerate().map(|(layer, block)| (passes(layer), block)).collect();
+    for (passes, block) in &blocks {
+        sites.passes = *passes;
         weights_of(block).into_iter().try_for_each(|part| sites.weights(part))?;
     }
     sites.head_weight(&spec.head, &spec.embed)?;
-    for block in &blocks {
+    for (passes, block) in &blocks {
+        sites.passes = *passes;
         sites.attention(&block.attn, Pass::Forward)?;
         sites.feed(&block.feed, Pass::Forward)?;
     }
     sites.layer(&spec.head, Pass::Forward)?;
-    for block in blocks.iter().rev() {
+    for (passes, block) in blocks.iter().rev() {
+        sites.passes = *passes;
         sites.feed(&block.feed, Pass::Backward)?;
         sites.attention(&block.attn, Pass::Backward)?;
     }
@@ -107,6 +118,7 @@ fn weights_of(block: &BlockSpec) -> Vec<&Part> {
 struct Sites<'a> {
     plans: &'a LayerPlans,
     progress: f64,
+    /// The passes of the experts of the current decoder layer.
     passes: Passes,
     found: SiteList,
 }

@@ -7,9 +7,14 @@
 //! | `swiglu` | the experts' `a`, if wgrad reads the `a` of the forward pass | no additional op: `swiglu_backward` reads h anyway |
 //! | `expert_input` | the experts' `x`, with one row per expert of a token | conversion and dispatch |
 //! | `mla_up` | queries, keys and values of latent attention | their projections from the latents |
+//! | `mlp_up` | `h` of experts, shared expert and MLP | the first product, SwiGLU; for an MLP also the norm |
 //! | `attention` | all of a layer's first half except its input | norm, projections, attention |
-//! | `experts` | all of a layer's second half except its input | norm; router, dispatch, first products, SwiGLU; shared expert or MLP |
-//! | `layers` | all of a layer except its input | all that `attention` and `experts` run, and attention's output projection |
+//! | `mlp` | all of a dense layer's second half except its input | norm; the MLP up to its last product |
+//! | `experts` | all of an expert layer's second half except its input | norm; router, dispatch, first products, SwiGLU; shared expert |
+//! | `layers` | all of a layer except its input | all that the halves run, and attention's output projection |
+//!
+//! An entry of the list is a scope, or a scope in some decoder layers: `experts@first:8`. Layers are selected as in a recipe
+//! ([`Layers`]). A scope without layers applies to all layers that it exists in. In a model without experts, `experts` means `mlp`.
 //!
 //! Why no bit changes:
 //!
@@ -24,13 +29,18 @@
 //! QK norms, queries and keys are saved after the rotation, because the rotation's backward pass needs only the gradient. On one rank,
 //! `expert_input` converts each token's row for fprop once, before the row is copied to the token's experts, and multiplies the counts by
 //! the number of experts of a token.
+//!
+//! `mlp_up` computes the experts' `h` from the saved `x`. If `x` is saved in a form from which the form of fprop cannot be computed (two
+//! quantizations of one plain tensor), the experts' input is dispatched again, and `mlp_up` includes `expert_input`.
 
+use crate::config::ModelConfig;
+use nibble_core::recipe::{Layer, LayerKind, Layers, RunSize};
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
-/// What a backward pass can recompute. A wider scope includes narrower ones: `layers` includes `attention` and `experts`, `experts`
-/// includes `expert_input`, and `attention` includes `mla_up`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+/// What a backward pass can recompute. A wider scope includes narrower ones: `layers` includes all scopes but `norms` and `swiglu`,
+/// `experts` includes `expert_input`, and `attention` includes `mla_up`. `experts` and `mlp` include `mlp_up` in their layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Scope {
     /// Outputs of norms, including rotated queries and keys, and normed latents.
     Norms,
@@ -42,10 +52,14 @@ pub enum Scope {
     /// Queries, keys and values of latent attention (`model.kv_rank`), which are projected from the latents again. Queries that are
     /// projected directly from the layer's input are saved.
     MlaUp,
+    /// The first GEMM's output in the experts, the shared expert and the MLP.
+    MlpUp,
     /// Attention with its projections and the preceding norm, recomputed from the residual stream.
     Attention,
+    /// The MLP of a dense layer and the preceding norm, recomputed from the residual stream.
+    Mlp,
     /// The experts, the shared expert and the preceding norm, recomputed from the residual stream: tokens are routed and dispatched again.
-    /// In a dense layer, the MLP and its norm.
+    /// In a model without experts, the same as `mlp`.
     Experts,
     /// Whole decoder layers, recomputed from their input.
     Layers,
@@ -53,12 +67,14 @@ pub enum Scope {
 
 impl Scope {
     /// Every scope.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 9] = [
         Self::Norms,
         Self::Swiglu,
         Self::ExpertInput,
         Self::MlaUp,
+        Self::MlpUp,
         Self::Attention,
+        Self::Mlp,
         Self::Experts,
         Self::Layers,
     ];
@@ -73,38 +89,233 @@ impl Scope {
             Self::Swiglu => "swiglu",
             Self::ExpertInput => "expert_input",
             Self::MlaUp => "mla_up",
+            Self::MlpUp => "mlp_up",
             Self::Attention => "attention",
+            Self::Mlp => "mlp",
             Self::Experts => "experts",
             Self::Layers => "layers",
         }
     }
-}
 
-impl Scope {
-    /// The scopes that this scope includes.
-    const fn within(self) -> &'static [Self] {
+    /// Whether this scope includes another in every layer.
+    const fn includes(self, other: Self) -> bool {
         match self {
-            Self::Experts => &[Self::ExpertInput],
-            Self::Attention => &[Self::MlaUp],
-            Self::Layers => &[Self::ExpertInput, Self::MlaUp, Self::Attention, Self::Experts],
-            _ => &[],
+            Self::Experts => matches!(other, Self::ExpertInput),
+            Self::Attention => matches!(other, Self::MlaUp),
+            Self::Layers => !matches!(other, Self::Norms | Self::Swiglu | Self::Layers),
+            _ => false,
         }
     }
 
-    /// The scopes in canonical order, without duplicates and without scopes that another listed scope includes.
-    pub fn normal(scopes: &[Self]) -> Vec<Self> {
-        let is_covered = |scope: &Self| scopes.iter().any(|wider| wider.within().contains(scope));
-        Self::ALL.into_iter().filter(|scope| scopes.contains(scope) && !is_covered(scope)).collect()
+    /// Whether the scope exists in a decoder layer.
+    pub fn is_in(self, model: &ModelConfig, layer: usize) -> bool {
+        let is_dense = layer < model.num_dense();
+        match self {
+            Self::Mlp => is_dense,
+            Self::Experts => !is_dense || model.experts == 0,
+            Self::ExpertInput => !is_dense,
+            Self::MlaUp => model.kv_rank > 0,
+            Self::Norms | Self::Swiglu | Self::MlpUp | Self::Attention | Self::Layers => true,
+        }
     }
 
-    /// Scopes as a TOML list: `["norms", "swiglu"]`.
-    pub fn list(scopes: &[Self]) -> String {
-        let names: Vec<String> = scopes.iter().map(|scope| format!("{:?}", scope.name())).collect();
-        format!("[{}]", names.join(", "))
+    /// Whether the scope exists in a layer of the model.
+    pub fn is_of(self, model: &ModelConfig) -> bool {
+        (0..model.layers).any(|layer| self.is_in(model, layer))
     }
 
-    /// Scopes as an override of a configuration: `train.recompute=["norms", "swiglu"]`.
-    pub fn setting(scopes: &[Self]) -> String {
-        format!("train.recompute={}", Self::list(scopes))
+    /// Why the scope does not exist in a model.
+    const fn absence(self) -> &'static str {
+        match self {
+            Self::MlaUp => "model.kv_rank = 0: the model has no latent vectors",
+            Self::Mlp => "model.dense_layers = 0: every layer has experts",
+            _ => "model.experts = 0: there are no experts",
+        }
+    }
+}
+
+/// A separator between a scope and its layers.
+const IN: char = '@';
+
+/// An entry of `train.recompute`: a scope, in all decoder layers or in some. Written `experts` or `experts@first:8`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Entry {
+    /// What is recomputed.
+    pub scope: Scope,
+    /// In which decoder layers; `None` means all. A name selects `model.layers.N`.
+    pub layers: Option<Layers>,
+}
+
+impl TryFrom<String> for Entry {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let (name, layers) = match text.split_once(IN) {
+            Some((name, layers)) => (name, Some(layers)),
+            None => (text.as_str(), None),
+        };
+        let scope = Scope::ALL.into_iter().find(|scope| scope.name() == name).ok_or_else(|| {
+            let names = Scope::ALL.map(|scope| format!("`{}`", scope.name())).join(", ");
+            format!("unknown scope `{name}`, expected one of {names}")
+        })?;
+        let in_entry = |why| format!("{text:?}: {why}");
+        Ok(Self { scope, layers: layers.map(Layers::parse).transpose().map_err(in_entry)? })
+    }
+}
+
+impl From<Entry> for String {
+    fn from(entry: Entry) -> Self {
+        entry.to_string()
+    }
+}
+
+impl fmt::Display for Entry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.scope.name())?;
+        self.layers.iter().try_for_each(|layers| write!(f, "{IN}{layers}"))
+    }
+}
+
+impl From<Scope> for Entry {
+    fn from(scope: Scope) -> Self {
+        Self { scope, layers: None }
+    }
+}
+
+impl Entry {
+    /// Whether the entry selects a decoder layer, whether or not its scope exists there.
+    fn selects(&self, model: &ModelConfig, layer: usize) -> bool {
+        self.layers.as_ref().is_none_or(|layers| layers.covers(&layer_name(layer), Some(run(model))))
+    }
+
+    /// Why the entry has no effect in a model, or selects layers that do not exist.
+    pub(crate) fn fault(&self, model: &ModelConfig) -> Option<String> {
+        if !self.scope.is_of(model) {
+            return Some(format!("names {self}, but {}; leave it out", self.scope.absence()));
+        }
+        let layers = self.layers.as_ref()?;
+        let all: Vec<Layer> =
+            (0..model.layers).map(|layer| Layer::new(LayerKind::Linear, layer_name(layer))).collect();
+        if let Some(why) = layers.fault(&all, Some(run(model))) {
+            return Some(format!("names {self}, but {why}"));
+        }
+        let is_any = (0..model.layers).any(|l| self.selects(model, l) && self.scope.is_in(model, l));
+        let dense = model.num_dense();
+        (!is_any).then(|| {
+            format!("names {self}, but none of these layers has it: the first {dense} layers are dense, the others have experts")
+        })
+    }
+}
+
+fn layer_name(layer: usize) -> String {
+    format!("model.layers.{layer}")
+}
+
+/// The sizes on which a selection of layers depends.
+fn run(model: &ModelConfig) -> RunSize {
+    RunSize { decoder_layers: model.layers, steps: 0 }
+}
+
+/// The value of `train.recompute`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Recompute(Vec<Entry>);
+
+impl Default for Recompute {
+    fn default() -> Self {
+        Self::of(&Scope::DEFAULT)
+    }
+}
+
+impl FromIterator<Entry> for Recompute {
+    fn from_iter<I: IntoIterator<Item = Entry>>(entries: I) -> Self {
+        Self(entries.into_iter().collect())
+    }
+}
+
+impl Recompute {
+    /// These scopes in all layers.
+    pub fn of(scopes: &[Scope]) -> Self {
+        scopes.iter().map(|scope| Entry::from(*scope)).collect()
+    }
+
+    /// The entries, in the order of the list.
+    pub fn entries(&self) -> &[Entry] {
+        &self.0
+    }
+
+    /// Whether an entry selects layers.
+    pub fn is_by_layer(&self) -> bool {
+        self.0.iter().any(|entry| entry.layers.is_some())
+    }
+
+    /// The entries of both lists, in canonical order: without duplicates, and without entries that a scope in all layers includes.
+    pub fn with(&self, more: &[Scope]) -> Self {
+        let all = [&self.0[..], &Self::of(more).0].concat();
+        let is_covered = |entry: &Entry| {
+            all.iter().filter(|wider| wider.layers.is_none()).any(|wider| {
+                wider.scope.includes(entry.scope) || (wider.scope == entry.scope && entry.layers.is_some())
+            })
+        };
+        let mut normal: Vec<Entry> = Vec::new();
+        for entry in all.iter().filter(|entry| !is_covered(entry)) {
+            if !normal.contains(entry) {
+                normal.push(entry.clone());
+            }
+        }
+        normal.sort_by_key(|entry| entry.scope);
+        Self(normal)
+    }
+
+    /// The list in canonical order: see [`Recompute::with`].
+    pub fn normal(&self) -> Self {
+        self.with(&[])
+    }
+
+    /// The list without these scopes.
+    pub fn without(&self, scopes: &[Scope]) -> Self {
+        self.0.iter().filter(|entry| !scopes.contains(&entry.scope)).cloned().collect()
+    }
+
+    /// What is recomputed in a decoder layer: scopes that exist in the layer, without scopes that another scope includes there.
+    pub fn of_layer(&self, model: &ModelConfig, layer: usize) -> Vec<Scope> {
+        let is_dense = layer < model.num_dense();
+        let here =
+            self.0.iter().filter(|entry| entry.scope.is_in(model, layer) && entry.selects(model, layer));
+        let scopes: Vec<Scope> = here
+            .map(|entry| match entry.scope {
+                Scope::Experts if is_dense => Scope::Mlp,
+                scope => scope,
+            })
+            .collect();
+        let is_covered = |scope: &Scope| {
+            let of_half = *scope == Scope::MlpUp;
+            scopes.iter().any(|wider| {
+                wider.includes(*scope) || (of_half && matches!(wider, Scope::Mlp | Scope::Experts))
+            })
+        };
+        Scope::ALL.into_iter().filter(|scope| scopes.contains(scope) && !is_covered(scope)).collect()
+    }
+
+    /// Why an entry has no meaning in a model; the text names the entry.
+    ///
+    /// # Errors
+    /// The text, if there is such an entry.
+    pub fn check(&self, model: &ModelConfig) -> Result<(), String> {
+        self.0.iter().find_map(|entry| entry.fault(model)).map_or(Ok(()), Err)
+    }
+
+    /// The value as an override of a configuration: `train.recompute=["norms", "swiglu"]`.
+    pub fn setting(&self) -> String {
+        format!("train.recompute={self}")
+    }
+}
+
+/// The TOML list: `["norms", "experts@first:8"]`.
+impl fmt::Display for Recompute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let entries: Vec<String> = self.0.iter().map(|entry| format!("{:?}", entry.to_string())).collect();
+        write!(f, "[{}]", entries.join(", "))
     }
 }

@@ -338,27 +338,66 @@ fn dense_layers_have_what_they_need_and_nothing_of_experts() -> Outcome {
 
 #[test]
 fn scopes_of_recomputation_are_read_and_checked() -> Outcome {
-    use nibble_train::recompute::Scope;
-    assert_eq!(Config::default().train.recompute, [Scope::Norms, Scope::Swiglu]);
+    use nibble_train::recompute::{Recompute, Scope};
+    let default = Recompute::of(&[Scope::Norms, Scope::Swiglu]);
+    assert_eq!(Config::default().train.recompute, default);
     let of = |list: &str| Config::load("tiny", &overrides(&[&format!("train.recompute={list}")]));
-    assert_eq!(of("[]")?.train.recompute, []);
+    assert_eq!(of("[]")?.train.recompute, Recompute::of(&[]));
     // Of a model that has what they are of.
     let latent =
         ["kv_rank=32", "rope_dim=8", "kv_heads=4", "qk_norm=false"].map(|key| format!("model.{key}"));
     let all: Vec<&str> = Scope::ALL.into_iter().map(Scope::name).collect();
-    let all = Config::load("tiny", &[&latent[..], &[format!("train.recompute={all:?}")]].concat())?;
-    assert_eq!(all.train.recompute, Scope::ALL);
+    let dense = ["model.dense_layers=1", "model.ffn=64"].map(String::from);
+    let all = [&latent[..], &dense, &[format!("train.recompute={all:?}")]].concat();
+    assert_eq!(Config::load("tiny", &all)?.train.recompute, Recompute::of(&Scope::ALL));
     // It changes no number: a run may go on with another.
     assert!(of("[\"layers\"]")?.changes_since(&of("[]")?)?.is_empty());
 
     let got = complaint("[train]\nrecompute = [\"norms\", \"expertinput\"]\n", &[]);
-    assert!(got.starts_with("run.toml:2: `train.recompute`: unknown variant `expertinput`"), "{got}");
+    assert!(
+        got.starts_with(
+            "run.toml:2: `train.recompute`: unknown scope `expertinput`, expected one of `norms`"
+        ),
+        "{got}"
+    );
     assert!(got.ends_with("did you mean `expert_input`?"), "{got}");
     let got = complaint("[model]\nremake_expert_input = true\n", &[]);
     assert!(
         got.starts_with("run.toml:2: `model.remake_expert_input`: is now a scope of train.recompute"),
         "{got}"
     );
+    Ok(())
+}
+
+/// Layers are written as in a recipe, and a stored configuration has them as they were written.
+#[test]
+fn scopes_of_some_layers_are_read_and_checked() -> Outcome {
+    let sets = ["model.layers=5", "model.dense_layers=2", "model.ffn=64"].map(String::from);
+    let of = |list: &str| Config::load("tiny", &[&sets[..], &[format!("train.recompute={list}")]].concat());
+    let list = r#"["norms", "mlp_up@last:40%", "experts@model.layers.4", "layers@first:1"]"#;
+    let stored = of(list)?.resolved_toml()?;
+    assert!(stored.contains(&format!("recompute = {list}")), "{stored}");
+    assert_eq!(
+        Config::from_text(&stored, Path::new("stored"), &[])?.train.recompute,
+        of(list)?.train.recompute
+    );
+    assert!(of(list)?.changes_since(&of("[]")?)?.is_empty());
+    for (entry, why) in [
+        ("mla_up@first:1", "names mla_up@first:1, but model.kv_rank = 0"),
+        ("layers@first:6", "names layers@first:6, but \"first:6\" is more than all 5 decoder layers"),
+        ("layers@last:0", "must be a number of decoder layers"),
+        ("layers@model.layers.5", "names layers@model.layers.5, but \"model.layers.5\" matches no layer"),
+        (
+            "experts@first:2",
+            "names experts@first:2, but none of these layers has it: the first 2 layers are dense",
+        ),
+        ("mlp@last:3", "names mlp@last:3, but none of these layers has it"),
+        ("expert@first:2", "did you mean `experts`?"),
+        ("experts@", "matches no layer"),
+    ] {
+        let got = of(&format!("[\"{entry}\"]")).unwrap_err().to_string();
+        assert!(got.contains("`train.recompute`") && got.contains(why), "{entry}: {got}");
+    }
     Ok(())
 }
 
@@ -455,6 +494,7 @@ fn the_presets_for_a_gpu_have_the_sizes_they_are_named_for() -> Outcome {
         ("olmoe", 16_384, 1_178_861_568, 7_878_475_776.0),
         ("qwen30b-4l", 32_768, 538_705_920, 3_634_888_704.0),
         ("dense1b", 32_768, 1_235_746_816, 8_219_787_264.0),
+        ("dsv2-lite-8l", 32_768, 872_759_296, 5_737_807_872.0),
         ("dsv3-1l", 16_384, 646_037_504, 4_228_546_560.0),
     ] {
         let config = Config::load(name, &[])?;

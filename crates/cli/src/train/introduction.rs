@@ -6,7 +6,7 @@ use nibble_core::DeviceKind;
 use nibble_train::checks::notes;
 use nibble_train::config::Config;
 use nibble_train::data::Entropy;
-use nibble_train::plan::{self, Prediction};
+use nibble_train::plan::{self, Least, Prediction, Recomputed, overrides};
 use nibble_train::trainer::{MEMORY_FILE, Start};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -136,6 +136,37 @@ pub fn ranks(kinds: &[(Vec<usize>, usize)]) -> Vec<String> {
         format!("  {:<34} {:>10}", format!("ranks {ranks}"), bytes(*taken as u64))
     };
     std::iter::once("memory of each rank:".to_owned()).chain(kinds.iter().map(of)).collect()
+}
+
+/// Lines with the least recomputation that fits a limit in bytes.
+pub fn least(found: &Least, recipe: &str, limit: usize) -> Vec<String> {
+    let size = |n: usize| bytes(n as u64);
+    let line = |what: &str, Recomputed { bytes, extra, .. }: &Recomputed| {
+        // Without a sign of zero.
+        let share = (1000.0 * extra.seconds / found.step_seconds).round() / 10.0 + 0.0;
+        format!(
+            "  {what:<22} {:>10}, {:>8.2} Tflop and {:>7.2} ms more a step at an H200's peak rates ({share:+.1} %)",
+            size(*bytes),
+            extra.flops / 1e12,
+            (1e5 * extra.seconds).round() / 100.0 + 0.0
+        )
+    };
+    let limit = format!("{} bytes ({})", thousands(limit as u64), size(limit));
+    let mut lines = match &found.fits {
+        Some(fits) => vec![
+            format!(
+                "least recomputation of {recipe} within {limit}: {}",
+                overrides(&[fits.recompute.setting()])
+            ),
+            line("with it", fits),
+        ],
+        None => vec![
+            format!("no recomputation of {recipe} fits {limit}"),
+            line(&format!("least memory: {}", found.smallest.recompute), &found.smallest),
+        ],
+    };
+    lines.push(line("nothing recomputed", &found.nothing));
+    lines
 }
 
 /// The supported GPUs on which the run fits.

@@ -14,6 +14,7 @@ use nibble_command::device::{self, Device, On, Work};
 use nibble_command::error::{Error, Result};
 use nibble_command::joined::{self, Process, RendezvousArg};
 use nibble_command::links;
+use nibble_command::size::parse_size;
 use nibble_command::{say, warn};
 use nibble_core::{DeviceKind, Recipe};
 use nibble_train::checks::checked_recipe;
@@ -42,6 +43,7 @@ use std::sync::atomic::Ordering;
     nibble train s --device cuda:0\n  \
     nibble train my.toml --dry-run\n  \
     nibble train my.toml --dry-run=gpu\n  \
+    nibble train my.toml --dry-run=gpu --fit 80GB\n  \
     nibble train my.toml --resume\n  \
     nibble train runs/my/config.toml --set seed=1\n  \
     nibble train my.toml --from Qwen3-0.6B\n  \
@@ -51,7 +53,7 @@ use std::sync::atomic::Ordering;
 pub struct Args {
     /// A built-in configuration or the path of a TOML file; with --resume, also the directory of a run. Small configurations: tiny,
     /// tiny-dense, shakespeare, and a small model of each family, such as deepseek-v3-tiny. Configurations for a GPU: s, olmoe, qwen30b-4l,
-    /// dense1b, dsv3-1l. Configurations for --dry-run: published models, such as deepseek-v2-lite. The error for an unknown name lists all
+    /// dense1b, dsv2-lite-8l, dsv3-1l. Configurations for --dry-run: published models, such as deepseek-v2-lite. The error for an unknown name lists all
     /// configurations. The config.toml of a run starts a new run with the same configuration.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
@@ -78,6 +80,10 @@ pub struct Args {
     /// for the device that the run would use. --dry-run=gpu predicts the memory of a GPU, also on a host without a GPU.
     #[arg(long, value_name = "WHERE", num_args = 0..=1, require_equals = true, default_missing_value = "device")]
     dry_run: Option<DryRunOn>,
+    /// With --dry-run, finds the value of train.recompute that repeats the least work and fits this many bytes of one device, such as 80GB
+    /// (10^9 bytes) or 74.5GiB (2^30 bytes); prints it and the prediction with it.
+    #[arg(long, value_name = "SIZE", requires = "dry_run", value_parser = parse_size)]
+    fit: Option<usize>,
     /// Before the first step, measures the links between the run's ranks and names slow links.
     #[arg(long, conflicts_with = "dry_run")]
     check_links: bool,
@@ -137,9 +143,12 @@ pub fn run(args: Args) -> Result<()> {
         None => load(&args.config, &overrides, args.resume)?,
     };
     match args.dry_run {
-        Some(DryRunOn::Device) => return device::run(&config.run, &DryRun { config: &config }),
+        Some(DryRunOn::Device) => {
+            return device::run(&config.run, &DryRun { config: &config, fit: args.fit });
+        }
         Some(DryRunOn::Gpu) => {
             say!("device: any GPU, none is opened");
+            fitted(&mut config, DeviceKind::Gpu, args.fit)?;
             let (_, prediction) = introduce_dry_run(&config, DeviceKind::Gpu)?;
             say!("{}", introduction::gpus(&prediction));
             say!("dry run: nothing was written");
@@ -220,6 +229,8 @@ impl Work for Training<'_> {
 
 struct DryRun<'a> {
     config: &'a Config,
+    /// The limit of `--fit`, in bytes.
+    fit: Option<usize>,
 }
 
 impl Work for DryRun<'_> {
@@ -230,8 +241,10 @@ impl Work for DryRun<'_> {
             return Ok(());
         }
         on.announce();
-        let (recipe, _) = introduce_dry_run(self.config, on.b.kind())?;
-        let config = &self.config.begun_on(on.b.kind(), &recipe);
+        let mut config = self.config.clone();
+        fitted(&mut config, on.b.kind(), self.fit)?;
+        let (recipe, _) = introduce_dry_run(&config, on.b.kind())?;
+        let config = &config.begun_on(on.b.kind(), &recipe);
         match plan::require_room(on.b, config.run.mesh(), config, &recipe) {
             Ok(_) => say!("it fits on the device"),
             Err(refusal) => say!("it would be refused: {refusal}"),
@@ -239,6 +252,16 @@ impl Work for DryRun<'_> {
         say!("dry run: nothing was written");
         Ok(())
     }
+}
+
+/// Sets the least recomputation that fits a limit, if there is a limit, and prints it.
+fn fitted(config: &mut Config, kind: DeviceKind, limit: Option<usize>) -> Result<()> {
+    let Some(limit) = limit else { return Ok(()) };
+    config.validate_on(kind)?;
+    let found = plan::least_recompute(kind, config.run.mesh(), config, limit)?;
+    introduction::least(&found, &config.recipe, limit).iter().for_each(|line| say!("{line}"));
+    config.train.recompute = found.fits.unwrap_or(found.smallest).recompute;
+    Ok(())
 }
 
 /// Maximum number of kinds of ranks that are printed.

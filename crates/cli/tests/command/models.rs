@@ -302,6 +302,49 @@ fn bench_measures_a_step_beside_its_floor() {
     assert!(recipe["tokens_per_second"].as_f64().unwrap() > 0.0);
 }
 
+/// The setting that is printed fits, as a dry run with it says.
+#[test]
+fn the_least_recomputation_that_fits_is_printed_and_trained() {
+    let place = Place::with_text();
+    let dry = ["train", "tiny", "--recipe", "bf16", "--dry-run=gpu"];
+    let fit = |limit: &str| place.nibble(&[&dry[..], &["--fit", limit]].concat()).ok();
+    let all = fit("2GB");
+    all.contains(
+        "least recomputation of bf16 within 2,000,000,000 bytes (1.9 GiB): --set train.recompute=[]",
+    );
+    fit("1GiB").contains("no recomputation of bf16 fits 1,073,741,824 bytes").contains("least memory: [");
+    let error = place.nibble(&[&dry[..], &["--fit", "80"]].concat()).failed(2);
+    assert!(error.contains("expected a size, such as 80GB"), "{error}");
+    place.nibble(&["train", "tiny", "--fit", "80GB"]).failed(2);
+
+    let bench = ["bench", "step", "tiny", "--device", "cpu", "--steps", "1", "--json", "b.json"];
+    let recipes = ["--recipe", "bf16", "--recipe", "mxfp4-hopper"];
+    let args = [&bench[..], &recipes, &["--fit", "77MiB"]].concat();
+    place.nibble(&args).ok().contains("predicted").contains("bf16").contains("mxfp4-hopper");
+    let figures: serde_json::Value = serde_json::from_slice(&crate::read(place.path("b.json"))).unwrap();
+    let limit = figures["step"]["limit_bytes"].as_u64().unwrap();
+    assert_eq!(limit, 77 << 20);
+    let rows = figures["step"]["fits"].as_array().unwrap();
+    for (row, recipe) in rows.iter().zip(["bf16", "mxfp4-hopper"]) {
+        let of = |key: &str| row[key].as_u64().unwrap();
+        assert_eq!(row["recipe"], recipe);
+        assert!(of("predicted_bytes") <= limit && of("measured_bytes") <= limit, "{row}");
+        assert!(of("least_bytes") <= of("predicted_bytes"), "{row}");
+        assert_eq!(row["is_within_limit"], true);
+        assert!(row["tokens_per_second"].as_f64().unwrap() > 0.0);
+        let setting = format!("train.recompute={}", row["recompute"]);
+        let mine = ["train", "tiny", "--recipe", recipe, "--device", "cpu", "--dry-run", "--set", &setting];
+        place.nibble(&mine).ok().contains("it fits on the device");
+    }
+    let [bf16, fp4] = [&rows[0], &rows[1]].map(|row| row["extra_share"].as_f64().unwrap());
+    assert!(bf16 > fp4, "{rows:?}");
+    // Too little for any recipe: a line says what the least is, and nothing is trained.
+    place
+        .nibble(&[&bench[..], &recipes, &["--fit", "20MiB", "--force"]].concat())
+        .ok()
+        .contains("does not fit");
+}
+
 #[test]
 fn bench_times_an_exchange_between_ranks_on_cpus() {
     let place = Place::new();

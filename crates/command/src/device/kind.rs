@@ -48,6 +48,8 @@ pub trait Device: Kernels {
     /// # Errors
     /// The device's error, if 2.5 GiB are not free.
     fn peaks(&self) -> Result<Option<Peaks>>;
+    /// Bytes of the device that this process uses now, with its context, kernels and freed memory that it keeps; `None` if unknown.
+    fn in_use(&self) -> Option<usize>;
     /// The device's power meter; `None` if the device has none.
     fn meter(&self) -> Option<Meter>;
     /// Runs `work`, which issues its operations one by one, and returns the time of each operation, longest first.
@@ -95,6 +97,10 @@ impl Device for Cpu {
         Ok(None)
     }
 
+    fn in_use(&self) -> Option<usize> {
+        None
+    }
+
     fn meter(&self) -> Option<Meter> {
         None
     }
@@ -140,6 +146,11 @@ impl Device for Cuda {
         let apart = nibble_cuda::Device::open(self.device().info().ordinal)?;
         let memory = Stopwatch::new(&apart)?.rates()?;
         Ok(Some(Peaks { memory, bf16, fp8: FP8_OVER_BF16 * bf16 }))
+    }
+
+    fn in_use(&self) -> Option<usize> {
+        let others = self.device().room().map_or(0, |room| room.others_bytes);
+        Some(self.device().in_use()?.saturating_sub(others))
     }
 
     fn meter(&self) -> Option<Meter> {

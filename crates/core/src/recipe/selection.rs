@@ -73,7 +73,10 @@ impl fmt::Display for Share {
 
 impl Layers {
     /// Parses a glob, or `first:` or `last:` with a number or a percentage of decoder layers.
-    pub(super) fn parse(text: &str) -> std::result::Result<Self, String> {
+    ///
+    /// # Errors
+    /// The reason, for another text after `first:` or `last:`.
+    pub fn parse(text: &str) -> std::result::Result<Self, String> {
         let share = |share: &str| {
             let why = || {
                 format!(
@@ -90,7 +93,7 @@ impl Layers {
     }
 
     /// Whether the selection contains a layer of this name. If the run is unknown, `first` and `last` select no layer.
-    fn covers(&self, layer: &str, run: Option<RunSize>) -> bool {
+    pub fn covers(&self, layer: &str, run: Option<RunSize>) -> bool {
         let place = || Some((decoder_layer(layer)?, run?.decoder_layers));
         match self {
             Self::Named(pattern) => covers(pattern, layer),
@@ -100,7 +103,7 @@ impl Layers {
     }
 
     /// Why the selection contains no layer, or asks for more layers than exist.
-    fn fault(&self, layers: &[Layer], run: Option<RunSize>) -> Option<String> {
+    pub fn fault(&self, layers: &[Layer], run: Option<RunSize>) -> Option<String> {
         match (self, run) {
             (Self::First(_) | Self::Last(_), None) => {
                 return Some(format!("{:?} needs a run, and none is known", self.to_string()));

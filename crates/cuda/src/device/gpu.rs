@@ -81,6 +81,12 @@ impl Gpu {
         }
     }
 
+    /// Bytes of the device that all processes use now.
+    pub fn in_use(&self) -> Option<usize> {
+        self.bind().ok()?;
+        result::mem_get_info().ok().map(|(free, total)| total.saturating_sub(free))
+    }
+
     pub fn count_live(&self, bytes: usize) {
         let live = self.live_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak_bytes.fetch_max(live, Ordering::Relaxed);

@@ -163,6 +163,11 @@ impl Device {
         self.inner.gpu.memory()
     }
 
+    /// Bytes of the device that all processes use now.
+    pub fn in_use(&self) -> Option<usize> {
+        self.inner.gpu.in_use()
+    }
+
     /// The size of the device's memory, and how much of it other processes used at opening.
     pub fn room(&self) -> Option<Room> {
         self.inner.gpu.room

@@ -488,7 +488,8 @@ const LONGEST: usize = 40;
 /// The valid name that is most similar to the first unknown recomputation scope in a list.
 fn misspelt_scope(value: &Value) -> Option<String> {
     let names = || Scope::ALL.into_iter().map(Scope::name);
-    let words = value.as_array()?.iter().filter_map(Value::as_str);
+    let entries = value.as_array()?.iter().filter_map(Value::as_str);
+    let words = entries.map(|entry| entry.split_once('@').map_or(entry, |(scope, _)| scope));
     let unknown = words.into_iter().find(|word| !names().any(|name| name == *word))?;
     closest(unknown, names())
 }

@@ -34,7 +34,7 @@ mod values;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::recompute::Scope;
+use crate::recompute::Recompute;
 use crate::schedule::{Schedule, ScheduleKind};
 use nibble_choice::routing::MOST_TREE_SLOTS;
 use nibble_core::{DType, DeviceKind, MeshShape, Recipe};
@@ -173,8 +173,9 @@ pub struct TrainConfig {
     /// Type of AdamW's moments: `f32`, or `bf16` at half the size.
     pub moment_dtype: PlainType,
     /// Activations that the backward pass recomputes instead of reading saved copies: a list of `norms`, `swiglu`, `expert_input`,
-    /// `mla_up`, `attention`, `experts`, `layers`. Recomputation needs less memory and more time, and gives the same bits.
-    pub recompute: Vec<Scope>,
+    /// `mla_up`, `mlp_up`, `attention`, `mlp`, `experts`, `layers`; `experts@first:8` recomputes the scope in the first 8 decoder layers
+    /// only. Recomputation needs less memory and more time, and gives the same bits.
+    pub recompute: Recompute,
     /// Number of steps between measurements of quantization: the fractions of values that stay exact, become zero, or are clipped; 0 means
     /// no measurements. Each measurement covers about four layers, in turn. No bit of the run changes; only the measured steps take longer.
     #[serde(skip_serializing_if = "is_default")]
@@ -252,7 +253,7 @@ impl Default for TrainConfig {
             force_load_balance: false,
             grad_dtype: PlainType::F32,
             moment_dtype: PlainType::F32,
-            recompute: Scope::DEFAULT.to_vec(),
+            recompute: Recompute::default(),
             quantization_every: 0,
         }
     }

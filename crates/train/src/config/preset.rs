@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::path::Path;
 
 /// Name and text of every built-in configuration that consists of one file. The default run is first.
-const PRESETS: [(&str, &str); 9] = [
+const PRESETS: [(&str, &str); 10] = [
     ("tiny", include_str!("../../configs/tiny.toml")),
     ("tiny-dense", include_str!("../../configs/tiny-dense.toml")),
     ("shakespeare", include_str!("../../configs/shakespeare.toml")),
@@ -13,6 +13,7 @@ const PRESETS: [(&str, &str); 9] = [
     ("qwen30b-4l", include_str!("../../configs/qwen30b-4l.toml")),
     ("qwen235b", include_str!("../../configs/qwen235b.toml")),
     ("dense1b", include_str!("../../configs/dense1b.toml")),
+    ("dsv2-lite-8l", include_str!("../../configs/dsv2-lite-8l.toml")),
     ("dsv3-1l", include_str!("../../configs/dsv3-1l.toml")),
 ];
 

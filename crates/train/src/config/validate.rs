@@ -10,7 +10,6 @@ use super::{
 };
 use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
 use crate::error::Result;
-use crate::recompute::Scope;
 use crate::tokenizer::{AUTO, NONE};
 use nibble_choice::routing::MOST_TREE_SLOTS;
 use nibble_core::DeviceKind;
@@ -76,11 +75,7 @@ impl Config {
         } else {
             validate_routed(m)?
         }
-        let of_latents = self.train.recompute.contains(&Scope::MlaUp);
-        require(m.kv_rank > 0 || !of_latents, "train.recompute", || {
-            let scope = Scope::MlaUp.name();
-            format!("names {scope}, but model.kv_rank = 0: the model has no latent vectors; leave it out")
-        })?;
+        self.train.recompute.check(m).or_else(|why| fail("train.recompute", why))?;
         let is_random = self.data.source == RANDOM;
         require(m.vocab_size > 0 || !is_random, "model.vocab_size", || {
             "is 0, but data.source = \"random\" has no vocabulary size: set model.vocab_size or data.tokenizer".into()
@@ -141,12 +136,7 @@ impl Config {
                 );
             }
         }
-        require(!self.train.recompute.contains(&Scope::ExpertInput), "train.recompute", || {
-            format!(
-                "names {}, but model.experts = 0: there are no experts; leave it out",
-                Scope::ExpertInput.name()
-            )
-        })
+        Ok(())
     }
 
     fn validate_data(&self) -> Result<()> {

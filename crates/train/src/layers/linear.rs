@@ -89,6 +89,13 @@ impl<B: Kernels> Linear<B> {
         Ok((fprop, LinearSaved { layer: self.site().to_owned(), x: saved }))
     }
 
+    /// Fprop's operand alone, without a saved input.
+    pub(super) fn fprop_input(&self, cx: &Cx<'_, B>, x_tk: &Tensor<B>) -> Result<Operand<B>> {
+        let plan = self.plan(cx);
+        let x = Operand::Plain(x_tk.clone());
+        Ok(cx.convert(self.name(), &x, &plan.linear()?.x.first(), cx.groups_of(x_tk))?.0)
+    }
+
     /// Returns Y, from an input that other layers may share.
     pub fn product(&self, cx: &Cx<'_, B>, x: &Operand<B>) -> Result<Tensor<B>> {
         let mut y = Gemm { a: x, b: self.weight.w()?, out: self.out }.run(cx.b)?;

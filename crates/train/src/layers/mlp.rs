@@ -8,9 +8,10 @@ use super::{Layer, Linear, LinearSaved};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted};
+use crate::recompute::Scope;
 use crate::spec::MlpSpec;
 use nibble_core::ops::{Emit, Swiglu, SwigluBackward};
-use nibble_core::{Kernels, Operand, Result, Tensor};
+use nibble_core::{Error, Kernels, Operand, Result, Tensor};
 
 /// A layer that computes y = (silu(x·Wgᵀ) · x·Wuᵀ)·Wdᵀ.
 #[derive(Debug, Clone)]
@@ -21,6 +22,8 @@ pub struct Mlp<B: Kernels> {
     pub gate_up: Linear<B>,
     /// The down projection, `[d, f]`.
     pub down: Linear<B>,
+    /// Whether to save h, instead of recomputing it from the layer's input.
+    pub keep_h: bool,
 }
 
 /// The saved inputs of both projections, and the saved input of SwiGLU.
@@ -29,16 +32,30 @@ pub struct MlpSaved<B: Kernels> {
     layer: String,
     /// The saved input of the layer.
     pub gate_up: LinearSaved<B>,
-    /// The gate and up values `[t, 2f]`, before SwiGLU.
-    pub h: Operand<B>,
+    /// The gate and up values `[t, 2f]`, before SwiGLU, unless they are recomputed.
+    pub h: Option<Operand<B>>,
     /// SwiGLU's output, `[t, f]`.
     pub down: LinearSaved<B>,
+    /// The layer's input `[t, d]`, which only the backward pass sets, and only to recompute h.
+    input: Option<Tensor<B>>,
+}
+
+impl<B: Kernels> MlpSaved<B> {
+    /// Recomputes the input if h was not saved.
+    pub fn give_input(&mut self, again: impl FnOnce() -> Result<Tensor<B>>) -> Result<()> {
+        if self.h.is_none() {
+            self.input = Some(again()?);
+        }
+        Ok(())
+    }
 }
 
 impl<B: Kernels> Saved for MlpSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         self.gate_up.ledger(ledger);
-        ledger.operand(&self.layer, "h", &self.h);
+        if let Some(h) = &self.h {
+            ledger.operand(&self.layer, "h", h);
+        }
         self.down.ledger(ledger);
     }
 }
@@ -47,20 +64,45 @@ impl<B: Kernels> Mlp<B> {
     /// Creates the layer with random weights.
     pub fn new(cx: &Cx<'_, B>, spec: &MlpSpec) -> Result<Self> {
         let linear = |part| Linear::new(cx, part, cx.activations());
-        Ok(Self { name: spec.id.clone(), gate_up: linear(&spec.gate_up)?, down: linear(&spec.down)? })
+        let (gate_up, down) = (linear(&spec.gate_up)?, linear(&spec.down)?);
+        Ok(Self { name: spec.id.clone(), gate_up, down, keep_h: true })
     }
 
     /// The forward pass up to its last product. Returns the input of that product, and the saved activations.
     fn hidden(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, MlpSaved<B>)> {
         let (h_tf, gate_up) = self.gate_up.forward(cx, x_td)?;
-        let a = Emit::Plain(cx.activations());
-        let plan = self.gate_up.plan(cx);
-        let save_h = plan.linear()?.h.map(|h| h.codec()).transpose()?;
-        let out = Swiglu { h: &h_tf, weight: None, groups: None, a, save_h }.run(cx.b)?;
-        let h = out.h.map_or(Operand::Plain(h_tf), Operand::Block);
-        let a_tf = out.a.take_rows("mlp")?.plain("mlp")?.clone();
+        let (a_tf, h) = self.gated(cx, h_tf, self.keep_h)?;
         let (a, down) = self.down.input(cx, &a_tf)?;
-        Ok((a, MlpSaved { layer: self.name.clone(), gate_up, h, down }))
+        Ok((a, MlpSaved { layer: self.name.clone(), gate_up, h, down, input: None }))
+    }
+
+    /// SwiGLU: returns plain a, and h in the form in which it is saved, if `keep_h`.
+    fn gated(
+        &self,
+        cx: &Cx<'_, B>,
+        h_tf: Tensor<B>,
+        keep_h: bool,
+    ) -> Result<(Tensor<B>, Option<Operand<B>>)> {
+        let plan = self.gate_up.plan(cx);
+        let save_h = plan.linear()?.h.filter(|_| keep_h).map(|h| h.codec()).transpose()?;
+        let a = Emit::Plain(cx.activations());
+        let out = Swiglu { h: &h_tf, weight: None, groups: None, a, save_h }.run(cx.b)?;
+        let h = keep_h.then(|| out.h.map_or(Operand::Plain(h_tf), Operand::Block));
+        Ok((out.a.take_rows("mlp")?.plain("mlp")?.clone(), h))
+    }
+
+    /// Recomputes h from the layer's input, in the form in which it is saved.
+    fn h_again(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<Operand<B>> {
+        let plan = self.gate_up.plan(cx);
+        let h_tf = self.gate_up.product(cx, &self.gate_up.fprop_input(cx, x_td)?)?;
+        match plan.linear()?.h {
+            // Only SwiGLU's kernel writes this form.
+            Some(_) => {
+                let missing = Error::Defect { place: "mlp", what: "h is not made again" };
+                self.gated(cx, h_tf, true)?.1.ok_or(missing)
+            }
+            None => Ok(Operand::Plain(h_tf)),
+        }
     }
 }
 
@@ -77,6 +119,10 @@ impl<B: Kernels> Layer<B> for Mlp<B> {
         vec![&mut self.gate_up.weight, &mut self.down.weight]
     }
 
+    fn recompute(&mut self, scopes: &[Scope]) {
+        self.keep_h = !scopes.contains(&Scope::MlpUp);
+    }
+
     fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, MlpSaved<B>)> {
         let (a, saved) = self.hidden(cx, x_td)?;
         Ok((self.down.product(cx, &a)?, saved))
@@ -89,8 +135,16 @@ impl<B: Kernels> Layer<B> for Mlp<B> {
     fn backward(&mut self, cx: &Cx<'_, B>, saved: MlpSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
         let da = self.down.backward(cx, saved.down, dy_td)?;
         let plain = Emit::Plain(cx.activations());
-        let grads = SwigluBackward { h: &saved.h, da: &da, weight: None, groups: None, dh: plain, a: None }
-            .run(cx.b)?;
+        let h = match (saved.h, saved.input) {
+            (Some(h), _) => h,
+            (None, Some(x_td)) => cx.again(|| self.h_again(cx, &x_td))?,
+            (None, None) => {
+                return Err(Error::Defect { place: "mlp", what: "h is neither kept nor made again" });
+            }
+        };
+        let grads =
+            SwigluBackward { h: &h, da: &da, weight: None, groups: None, dh: plain, a: None }.run(cx.b)?;
+        drop((h, da));
         let dh = grads.dh.take_rows("mlp")?.plain("mlp")?.clone();
         self.gate_up.backward(cx, saved.gate_up, dh)
     }

@@ -31,7 +31,8 @@ pub struct Block<B: Kernels> {
     pub mlp_norm: Norm<B>,
     /// The feed: experts, or one MLP.
     pub feed: Feed<B>,
-    /// The scopes that the backward pass recomputes. [`Layer::recompute`] sets this field here and in the layer's parts.
+    /// The scopes that the backward pass recomputes, as of [`Recompute::of_layer`](crate::recompute::Recompute::of_layer).
+    /// [`Layer::recompute`] sets this field here and in the layer's parts.
     recompute: Vec<Scope>,
 }
 
@@ -185,15 +186,15 @@ impl<B: Kernels> Layer<B> for Block<B> {
     }
 
     fn forward(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<(Residual<B>, BlockSaved<B>)> {
-        let [attention, experts, layers] =
-            [Scope::Attention, Scope::Experts, Scope::Layers].map(|scope| self.makes_again(scope));
+        let [attention, experts, mlp, layers] = [Scope::Attention, Scope::Experts, Scope::Mlp, Scope::Layers]
+            .map(|scope| self.makes_again(scope));
         let [first, second] = [&self.attn_norm, &self.mlp_norm].map(Norm::layer);
         let (mid, attend) = half(cx, (&self.attn_norm, &self.attn), x)?;
         let x_td = attend.norm.x.clone();
         let attend = Kept::of(attention || layers, first.clone(), &x_td, attend);
         let (y, feed) = half(cx, (&self.mlp_norm, &self.feed), mid)?;
         let (mid_td, routed) = (feed.norm.x.clone(), feed.inner.routed());
-        let feed = Kept::of(experts || layers, second, &mid_td, feed);
+        let feed = Kept::of(experts || mlp || layers, second, &mid_td, feed);
         let halves = Kept::of(layers, first, &x_td, Halves { attend, feed });
         Ok((y, BlockSaved { routed, halves }))
     }

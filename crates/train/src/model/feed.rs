@@ -62,8 +62,11 @@ impl<B: Kernels> FeedSaved<B> {
     /// Recomputes the input if the backward pass needs the input and the input was not saved.
     pub fn give_input(&mut self, again: impl FnOnce() -> Result<Tensor<B>>) -> Result<()> {
         match self {
-            Self::Experts { moe, .. } => moe.give_input(again),
-            Self::Dense(_) => Ok(()),
+            Self::Experts { moe, shared } => {
+                let x_td = moe.give_input(again)?;
+                shared.iter_mut().try_for_each(|shared| shared.give_input(|| Ok(x_td.clone())))
+            }
+            Self::Dense(mlp) => mlp.give_input(again),
         }
     }
 
@@ -129,10 +132,13 @@ impl<B: Kernels> Layer<B> for Feed<B> {
         }
     }
 
-    /// An MLP has no such choice, because it always saves the inputs of its products, like every linear layer.
     fn recompute(&mut self, scopes: &[Scope]) {
-        if let Self::Experts { moe, .. } = self {
-            moe.recompute(scopes);
+        match self {
+            Self::Experts { moe, shared } => {
+                moe.recompute(scopes);
+                shared.iter_mut().for_each(|shared| shared.recompute(scopes));
+            }
+            Self::Dense(mlp) => mlp.recompute(scopes),
         }
     }
 

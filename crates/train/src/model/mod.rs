@@ -20,7 +20,7 @@ use crate::layers::{
 use crate::ledger::{Ledger, Saved};
 use crate::moe::BatchLoad;
 use crate::param::{Gathering, Param};
-use crate::recompute::Scope;
+use crate::recompute::Recompute;
 use crate::shards::Shards;
 use crate::spec::ModelSpec;
 use nibble_core::ops::{Collect, EmbedOut, Entry, EntrySource, Routing, verify_ids};
@@ -125,9 +125,11 @@ impl<B: Kernels> Decoder<B> {
         })
     }
 
-    /// Sets the scopes that later backward passes recompute; before the first call, the scopes are [`Scope::DEFAULT`].
-    pub fn recompute(&mut self, scopes: &[Scope]) {
-        self.blocks.iter_mut().for_each(|block| block.recompute(scopes));
+    /// Sets what later backward passes recompute; before the first call this is [`Recompute::default`].
+    pub fn recompute(&mut self, recompute: &Recompute) {
+        for (layer, block) in self.blocks.iter_mut().enumerate() {
+            block.recompute(&recompute.of_layer(&self.config, layer));
+        }
     }
 
     /// Makes the copies of all weights for this step.

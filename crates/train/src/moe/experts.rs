@@ -8,7 +8,7 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::{Gathering, Param, Wanted};
 
 use crate::spec::{ParamSpec, Part};
-use nibble_core::ops::{GroupedGemm, Swiglu, SwigluBackward};
+use nibble_core::ops::{Emit, GroupedGemm, Swiglu, SwigluBackward};
 use nibble_core::recipe::{ExpertPlan, Layer, LayerKind, LayerPlan, Precision, WgradA};
 use nibble_core::{Error, Kernels, Operand, Result, Tensor};
 use std::sync::Arc;
@@ -25,6 +25,8 @@ pub struct Experts<B: Kernels> {
     /// Whether to save the second product's input, if the recipe does not decide this. The input is saved, instead of recomputed from h,
     /// only if the forward pass has exactly the bits that wgrad reads.
     pub keep_a: bool,
+    /// Whether to save the first product's output, instead of recomputing it from the experts' input.
+    pub keep_h: bool,
 }
 
 /// The experts' saved activations: their input and the first product's output, in the recipe's precisions.
@@ -33,8 +35,8 @@ pub struct ExpertsSaved<B: Kernels> {
     layer: String,
     /// The experts' input `[r, d]`; `None` if it is recomputed from the layer's input.
     pub x: Option<Operand<B>>,
-    /// The first product's output, `[r, 2f]`.
-    pub h: Operand<B>,
+    /// The first product's output `[r, 2f]`; `None` if it is recomputed from the experts' input.
+    pub h: Option<Operand<B>>,
     /// The second product's input `[r, f]`, in the recipe's saved form. If the recipe does not set this form, the input has the form that
     /// the second product's wgrad reads. `None` means that the input is recomputed from h.
     pub a: Option<Operand<B>>,
@@ -66,7 +68,9 @@ impl<B: Kernels> Saved for ExpertsSaved<B> {
         if let Some(x) = &self.x {
             ledger.operand(&self.layer, "x", x);
         }
-        ledger.operand(&self.layer, "h", &self.h);
+        if let Some(h) = &self.h {
+            ledger.operand(&self.layer, "h", h);
+        }
         if let Some(a) = &self.a {
             ledger.operand(&self.layer, "a", a);
         }
@@ -82,7 +86,7 @@ impl<B: Kernels> Experts<B> {
         };
         let param = |spec: &ParamSpec| Param::of(cx, spec);
         let name = part.id.clone();
-        Ok(Self { name, gate_up: param(gate_up)?, down: param(down)?, keep_a: false })
+        Ok(Self { name, gate_up: param(gate_up)?, down: param(down)?, keep_a: false, keep_h: true })
     }
 
     /// See [`Layer::wanted`](crate::layers::Layer::wanted).
@@ -145,21 +149,41 @@ impl<B: Kernels> Experts<B> {
         kept: Option<Operand<B>>,
         plan: &ExchangePlan<B>,
     ) -> Result<(Operand<B>, ExpertsSaved<B>)> {
-        let (groups, experts) = (&plan.map.groups, &plan.experts);
-        let h_rf =
-            GroupedGemm { x: &x, w: self.gate_up.w()?, groups: experts, out: cx.activations() }.run(cx.b)?;
+        let h_rf = self.first_product(cx, &x, plan)?;
         drop(x);
         let layer = self.plan(cx);
         let ExpertPlan { a, h, keeps_a, .. } = layer.experts()?;
-        let save_h = h.as_ref().map(Precision::codec).transpose()?;
-        let weight = Some(&plan.gate_r);
+        let save_h = h.as_ref().filter(|_| self.keep_h).map(Precision::codec).transpose()?;
+        let (weight, groups) = (Some(&plan.gate_r), &plan.map.groups);
         let (a, second, narrow_h) = cx.compute(self.of_down(), a, Some(groups), |a| {
             let out = Swiglu { h: &h_rf, weight, groups: Some(groups), a, save_h }.run(cx.b)?;
             Ok((out.a, out.h))
         })?;
-        let h = narrow_h.map_or(Operand::Plain(h_rf), Operand::Block);
+        let h = self.keep_h.then(|| narrow_h.map_or(Operand::Plain(h_rf), Operand::Block));
         let a_kept = keeps_a.then_some(second);
         Ok((a, ExpertsSaved { layer: self.name.clone(), x: kept, h, a: a_kept }))
+    }
+
+    fn first_product(&self, cx: &Cx<'_, B>, x_rd: &Operand<B>, plan: &ExchangePlan<B>) -> Result<Tensor<B>> {
+        let groups = &plan.experts;
+        GroupedGemm { x: x_rd, w: self.gate_up.w()?, groups, out: cx.activations() }.run(cx.b)
+    }
+
+    /// Recomputes the first product's output in the form in which it is saved, from rows in the form that fprop multiplies.
+    pub(super) fn h_again(
+        &self,
+        cx: &Cx<'_, B>,
+        x_rd: Operand<B>,
+        plan: &ExchangePlan<B>,
+    ) -> Result<Operand<B>> {
+        let h_rf = self.first_product(cx, &x_rd, plan)?;
+        drop(x_rd);
+        let layer = self.plan(cx);
+        let Some(h) = &layer.experts()?.h else { return Ok(Operand::Plain(h_rf)) };
+        // Only SwiGLU's kernel writes this form.
+        let (a, save_h, weight) = (Emit::Plain(cx.activations()), Some(h.codec()?), Some(&plan.gate_r));
+        let out = Swiglu { h: &h_rf, weight, groups: Some(&plan.map.groups), a, save_h }.run(cx.b)?;
+        Ok(out.h.map_or(Operand::Plain(h_rf), Operand::Block))
     }
 
     /// Computes the last product of the forward pass.
@@ -250,12 +274,14 @@ impl<B: Kernels> Experts<B> {
         plan: &ExchangePlan<B>,
     ) -> Result<(Operand<B>, Operand<B>, Operand<B>, B::Buf<f32>)> {
         let groups = &plan.map.groups;
+        let missing = Error::Defect { place: "experts", what: "h is neither kept nor made again" };
+        let h = saved.h.as_ref().ok_or(missing)?;
         let a = match &layer.wgrad_a {
             WgradA::Again { a, .. } => Some(cx.emit(a)?),
             WgradA::Kept(_) => None,
         };
         let (rows, cols, (a, dgate)) = cx.compute(self.of_gate_up(), &layer.dh, Some(groups), |dh| {
-            let (h, weight) = (&saved.h, Some(&plan.gate_r));
+            let weight = Some(&plan.gate_r);
             let grads = SwigluBackward { h, da: &da_rf, weight, groups: Some(groups), dh, a }.run(cx.b)?;
             Ok((grads.dh, (grads.a, grads.dweight)))
         })?;

@@ -133,12 +133,13 @@ impl<B: Kernels> MoeSaved<B> {
         }
     }
 
-    /// Recomputes the input if it was not saved, because the backward pass needs the input.
-    pub fn give_input(&mut self, again: impl FnOnce() -> Result<Tensor<B>>) -> Result<()> {
-        if self.x_td.is_none() {
-            self.x_td = Some(again()?);
-        }
-        Ok(())
+    /// Returns the input, and recomputes it if it was not saved, because the backward pass needs the input.
+    pub fn give_input(&mut self, again: impl FnOnce() -> Result<Tensor<B>>) -> Result<Tensor<B>> {
+        let x_td = match self.x_td.take() {
+            Some(x_td) => x_td,
+            None => again()?,
+        };
+        Ok(self.x_td.insert(x_td).clone())
     }
 
     /// Sets the loads for the load-balancing loss.
@@ -172,14 +173,16 @@ impl<B: Kernels> Moe<B> {
 
     /// The forward pass up to its last product. Returns the input of that product, and the saved activations.
     fn hidden(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<(Operand<B>, MoeSaved<B>)> {
-        let layer = self.experts.plan(cx);
-        let ExpertPlan { x_sent, x, .. } = layer.experts()?;
+        let plan = self.experts.plan(cx);
+        let layer = plan.experts()?;
+        let ExpertPlan { x_sent, x, .. } = layer;
+        let row_alignment = plan.row_alignment;
         let router = self.router.forward(cx, x_td)?;
         let exchange = self.exchange(cx);
         let rows =
             |sending: Option<&Sending<B>>| exchange.outgoing(sending, self.name().of("x"), x_td, x_sent);
-        let (plan, rows) = exchange.plan_beside(&router.routing, layer.row_alignment, rows)?;
-        let (x_rd, kept) = if self.remake_x {
+        let (plan, rows) = exchange.plan_beside(&router.routing, row_alignment, rows)?;
+        let (x_rd, kept) = if self.remakes_x(layer) {
             (self.fprop_input(cx, &x.first(), rows, &plan)?, None)
         } else {
             let x_rd = exchange.deliver(&plan, rows)?;
@@ -217,8 +220,46 @@ impl<B: Kernels> Moe<B> {
         }
     }
 
-    /// The rows that the backward pass reads, recomputed if the forward pass did not save them.
-    fn kept_input(
+    /// Whether the backward pass dispatches the experts' input again. It does so for h too, unless the saved input determines the form that
+    /// the first product multiplies.
+    fn remakes_x(&self, layer: &ExpertPlan) -> bool {
+        self.remake_x || (!self.experts.keep_h && layer.x.first_of_second().is_none())
+    }
+
+    /// Recomputes what the experts' backward pass reads and the forward pass did not save: the experts' input, and the first product's
+    /// output.
+    fn complete(
+        &self,
+        cx: &Cx<'_, B>,
+        layer: &ExpertPlan,
+        x_td: &Tensor<B>,
+        plan: &ExchangePlan<B>,
+        saved: &mut ExpertsSaved<B>,
+    ) -> Result<()> {
+        let (name, groups) = (self.experts.of_gate_up(), Some(&plan.map.groups));
+        let fprop = match (&saved.x, &saved.h) {
+            (Some(_), Some(_)) => return Ok(()),
+            (Some(x), None) => {
+                let missing = Error::Defect { place: "moe", what: "h is neither kept nor made again" };
+                let to = layer.x.first_of_second().ok_or(missing)?;
+                Some(cx.again(|| cx.convert(name, x, &to, groups))?.0)
+            }
+            (None, h) => {
+                let x_rd = self.arrived_again(cx, layer, x_td, plan)?;
+                let to_first = || cx.again(|| cx.convert(name, &x_rd, &layer.x.first(), groups));
+                let fprop = h.is_none().then(to_first).transpose()?.map(|(fprop, _)| fprop);
+                saved.x = Some(self.kept_input(cx, layer, &x_rd, plan)?);
+                fprop
+            }
+        };
+        if let Some(x_rd) = fprop {
+            saved.h = Some(cx.again(|| self.experts.h_again(cx, x_rd, plan))?);
+        }
+        Ok(())
+    }
+
+    /// The experts' rows as they arrive, dispatched again.
+    fn arrived_again(
         &self,
         cx: &Cx<'_, B>,
         layer: &ExpertPlan,
@@ -230,9 +271,19 @@ impl<B: Kernels> Moe<B> {
             let rows = exchange.outgoing(plan.sending(), self.name().of("x"), x_td, &layer.x_sent)?;
             exchange.deliver(plan, rows)
         };
-        let x_rd = cx.again(arrived)?;
+        cx.again(arrived)
+    }
+
+    /// The rows that the backward pass reads, from the rows that arrived again.
+    fn kept_input(
+        &self,
+        cx: &Cx<'_, B>,
+        layer: &ExpertPlan,
+        x_rd: &Operand<B>,
+        plan: &ExchangePlan<B>,
+    ) -> Result<Operand<B>> {
         let to = layer.x.second();
-        let kept = || cx.convert(self.experts.of_gate_up(), &x_rd, &to, Some(&plan.map.groups));
+        let kept = || cx.convert(self.experts.of_gate_up(), x_rd, &to, Some(&plan.map.groups));
         // A plain tensor that is quantized once for both passes was counted in the forward pass. A tensor that is quantized only for this
         // pass was not counted.
         let counted = !matches!(layer.x.to, Pair::Two(..));
@@ -300,9 +351,7 @@ impl<B: Kernels> Moe<B> {
         let x_td = x_td.ok_or(missing)?;
         let layer = self.experts.plan(cx);
         let layer = layer.experts()?;
-        if experts.x.is_none() {
-            experts.x = Some(self.kept_input(cx, layer, &x_td, &plan)?);
-        }
+        self.complete(cx, layer, &x_td, &plan, &mut experts)?;
         let exchange = self.exchange(cx).backward();
         let dy_td = exchange.outgoing(plan.sending(), self.name().of("dy"), &dy_td, &layer.dy_sent)?;
         let dy_rd = exchange.deliver(&plan, dy_td)?;
@@ -352,6 +401,7 @@ impl<B: Kernels> Layer<B> for Moe<B> {
         let has = |scope| scopes.contains(&scope);
         self.keep_input = !has(Scope::Norms);
         self.experts.keep_a = !has(Scope::Swiglu);
+        self.experts.keep_h = !has(Scope::MlpUp);
         self.remake_x = has(Scope::ExpertInput) && !has(Scope::Experts) && !has(Scope::Layers);
     }
 

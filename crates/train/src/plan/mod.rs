@@ -22,10 +22,12 @@
 //! rehearses published models (`whole.rs`).
 
 mod largest;
+mod least;
 mod search;
 mod whole;
 
 use largest::largest;
+pub use least::{Extra, Least, Recomputed, least_recompute};
 use nibble_core::allocation::phase;
 pub use nibble_dry::{Call, Flops, Work};
 pub use whole::{Fit, RECIPES, Trial, fits_whole};

@@ -4,7 +4,7 @@ use super::{Prediction, predict};
 use crate::checks::checked_recipe;
 use crate::config::{Config, PlainType};
 use crate::error::{Error, Result};
-use crate::recompute::Scope;
+use crate::recompute::{Recompute, Scope};
 use nibble_core::{DeviceKind, MeshShape};
 use std::path::Path;
 
@@ -29,31 +29,27 @@ fn one(gains: bool, setting: &str) -> Vec<Vec<String>> {
 
 /// More recomputation, which gives the same numbers at the cost of time: first little time, at most the time of a forward pass.
 fn recomputation(config: &Config) -> Vec<Vec<String>> {
-    more_recomputation(config).iter().map(|scopes| vec![Scope::setting(scopes)]).collect()
+    more_recomputation(config).iter().map(|recompute| vec![recompute.setting()]).collect()
 }
 
 /// Values of `train.recompute` that extend the value in the configuration, cheapest first.
-pub(super) fn more_recomputation(config: &Config) -> Vec<Vec<Scope>> {
+pub(super) fn more_recomputation(config: &Config) -> Vec<Recompute> {
     const MORE: [&[Scope]; 6] = [
         &[],
         &[Scope::MlaUp],
         &[Scope::MlaUp, Scope::ExpertInput],
         &[Scope::ExpertInput, Scope::Attention],
-        &[Scope::Attention, Scope::Experts],
+        &[Scope::Attention, Scope::Mlp, Scope::Experts],
         &[Scope::Layers],
     ];
-    let own = Scope::normal(&config.train.recompute);
-    let possible = |scope: &Scope| match scope {
-        Scope::ExpertInput => config.model.experts > 0,
-        Scope::MlaUp => config.model.kv_rank > 0,
-        _ => true,
-    };
+    let (model, own) = (&config.model, config.train.recompute.normal());
+    // In a model without experts, `experts` means `mlp`.
+    let possible = |scope: &Scope| scope.is_of(model) && (*scope != Scope::Experts || model.experts > 0);
     let more = |more: &&[Scope]| {
-        let mut scopes = [&own, &Scope::DEFAULT[..], more].concat();
-        scopes.retain(possible);
-        Scope::normal(&scopes)
+        let scopes = [&Scope::DEFAULT[..], more].concat();
+        own.with(&scopes.into_iter().filter(possible).collect::<Vec<_>>())
     };
-    let mut choices: Vec<Vec<Scope>> = MORE.iter().map(more).collect();
+    let mut choices: Vec<Recompute> = MORE.iter().map(more).collect();
     choices.dedup();
     choices.retain(|choice| *choice != own);
     choices
@@ -110,7 +106,10 @@ pub(super) fn shortest(
         Ok(Prediction { host_ranks, ..predicted }.device_bytes())
     };
     let exact = |settings: &[String]| bytes_by(settings, &whole);
-    if config.model.layers > 4 * SHORT && config.model.num_dense().min(config.model.num_routed()) < SHORT {
+    if config.model.layers > 4 * SHORT
+        && !config.train.recompute.is_by_layer()
+        && config.model.num_dense().min(config.model.num_routed()) < SHORT
+    {
         let near = |settings: &[String]| bytes_by(settings, &|config| by_shorter(config, &whole));
         let Some(found) = search(config, there, &near) else { return Ok(None) };
         if let Some(bytes) =
@@ -266,7 +265,7 @@ mod tests {
         let config = Config::load("tiny-dense", &[]).unwrap();
         let all = [
             r#"["norms", "swiglu", "attention"]"#,
-            r#"["norms", "swiglu", "attention", "experts"]"#,
+            r#"["norms", "swiglu", "attention", "mlp"]"#,
             r#"["norms", "swiglu", "layers"]"#,
         ];
         assert_eq!(recomputation(&config).concat(), all.map(|scopes| format!("train.recompute={scopes}")));

@@ -5,7 +5,7 @@ use super::{Gpu, predict, predict_state};
 use crate::checks::checked_recipe;
 use crate::config::Config;
 use crate::error::Result;
-use crate::recompute::Scope;
+use crate::recompute::Recompute;
 use nibble_core::{DeviceKind, MeshShape};
 
 /// The recipes to try. The baseline is first; each later recipe saves smaller activations. A new recipe is a new name in this list.
@@ -16,8 +16,8 @@ pub const RECIPES: [&str; 3] = ["bf16", "fp8-flow", "mxfp4-hopper"];
 pub struct Trial {
     /// The recipe, one of [`RECIPES`].
     pub recipe: &'static str,
-    /// The scopes of recomputation, in the order of [`Scope::ALL`].
-    pub recompute: Vec<Scope>,
+    /// What is recomputed, in canonical order.
+    pub recompute: Recompute,
 }
 
 impl Trial {
@@ -25,7 +25,7 @@ impl Trial {
     /// and more recomputation, with each recipe.
     #[must_use]
     pub fn all(config: &Config) -> Vec<Self> {
-        let own = Scope::normal(&config.train.recompute);
+        let own = config.train.recompute.normal();
         let recomputed = std::iter::once(own).chain(more_recomputation(config));
         recomputed
             .flat_map(|recompute| RECIPES.map(|recipe| Self { recipe, recompute: recompute.clone() }))
@@ -95,7 +95,7 @@ mod tests {
     fn the_first_trial_that_fits_is_found() {
         let config = Config::load("tiny", &[]).unwrap();
         let trials = Trial::all(&config);
-        assert!(trials[..3].iter().all(|trial| trial.recompute == Scope::DEFAULT), "{trials:?}");
+        assert!(trials[..3].iter().all(|trial| trial.recompute == Recompute::default()), "{trials:?}");
         let sizes: Vec<usize> = trials.iter().map(|trial| trial.bytes(&config).unwrap()).collect();
         let on = |bytes| fits_whole(&config, &Gpu { name: "", bytes }).unwrap();
         for size in &sizes {

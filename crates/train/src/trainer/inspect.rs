@@ -108,10 +108,8 @@ impl<B: Kernels> Trainer<'_, B> {
         // There is only a single pass, so the capacity is unlimited.
         self.rank.context.capacity_factor = f64::INFINITY;
         // The routing must be saved, because it is exposed.
-        let scopes = self.rank.context.config.train.recompute.iter().copied();
-        let kept: Vec<Scope> =
-            scopes.filter(|scope| !matches!(scope, Scope::Layers | Scope::Experts)).collect();
-        self.rank.model.recompute(&kept);
+        let recompute = &self.rank.context.config.train.recompute;
+        self.rank.model.recompute(&recompute.without(&[Scope::Layers, Scope::Experts]));
         self.rank.make_buffers()?;
         let mut seen = Inspection::default();
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);

@@ -13,6 +13,7 @@ use nibble_train::plan::{
     Prediction, kinds_of_ranks, predict, predict_rank, require_room, require_room_for, sent_in_a_step,
 };
 use nibble_train::rank::RunMemory;
+use nibble_train::recompute::Scope;
 use nibble_train::trainer::Trainer;
 use rig::TINY_LATENT;
 
@@ -77,6 +78,20 @@ fn every_arena_is_as_large_as_predicted() {
         &["recipe=mxfp4-hopper", "data.document_mask=true", "train.grad_accum=2"],
     ] {
         as_predicted(&config(changes), changes);
+    }
+    // Every scope alone, in all layers and in one, of a model that has them all.
+    let layers = ["", "@first:1", "@last:1", "@first:50%"].into_iter().cycle();
+    for (scope, layers) in Scope::ALL.into_iter().chain(Scope::ALL).zip(layers) {
+        let setting = format!("train.recompute=[\"{}{layers}\"]", scope.name());
+        for recipe in ["recipe=bf16", "recipe=mxfp4-hopper", "recipe=fp8-block"] {
+            let model = ["model.layers=3", "model.dense_layers=1", "model.ffn=96", "model.shared_ffn=64"];
+            let changes = [&[recipe, &setting], &model[..], &TINY_LATENT].concat();
+            let config = Config::load("tiny", &changes.iter().map(|c| (*c).to_owned()).collect::<Vec<_>>());
+            // Of the first layer alone there are no experts, and of the last no MLP.
+            if let Ok(config) = config {
+                as_predicted(&config, &changes);
+            }
+        }
     }
     for model in rig::choices() {
         let changes = [&["recipe=bf16"], &model[..]].concat();

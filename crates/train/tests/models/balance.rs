@@ -8,7 +8,7 @@ use nibble_cpu::Cpu;
 use nibble_testkit::Recorder;
 use nibble_train::config::{Balance, Config, ModelConfig};
 use nibble_train::family;
-use nibble_train::recompute::Scope;
+use nibble_train::recompute::{Recompute, Scope};
 use rig::{mixed, small, train, train_alone};
 use std::path::Path;
 
@@ -106,7 +106,7 @@ fn the_loss_of_a_batch_gives_the_same_bits_on_any_number_of_ranks_recorded_and_m
         one.assert_same(&train_alone(&Recorder::new(cpu()), &config, 4), "recorded");
         for scope in Scope::ALL {
             let mut again = config.clone();
-            again.train.recompute = vec![scope];
+            again.train.recompute = Recompute::of(&[scope]);
             one.assert_same(&train(&again, 2, 4, cpu), scope.name());
         }
         let mut shards = config.clone();

@@ -14,7 +14,7 @@ use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_cpu::Cpu;
 use nibble_testkit::Breadth;
 use nibble_train::config::{Config, tiny_models};
-use nibble_train::recompute::Scope;
+use nibble_train::recompute::{Recompute, Scope};
 use rig::{recipes, train};
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -48,7 +48,7 @@ fn config(model: &str, recipe: &str) -> Config {
 
 fn making_again(config: &Config, scopes: &[Scope]) -> Config {
     let mut config = config.clone();
-    config.train.recompute = Scope::normal(scopes);
+    config.train.recompute = Recompute::of(scopes).normal();
     config
 }
 

@@ -8,7 +8,7 @@ use nibble_train::config::{Config, RopeScaling, RopeScalingKind};
 use nibble_train::layers::{Latent, Layer, rope_table};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::param::Param;
-use nibble_train::recompute::Scope;
+use nibble_train::recompute::{Recompute, Scope};
 use nibble_train::spec::{LatentShape, LatentSpec, Rope};
 use nibble_train::trainer::Trainer;
 use rig::{LATENT, LATENT_STRAIGHT, SOLO, cx, small, train};
@@ -132,8 +132,8 @@ fn cpu() -> Cpu {
 /// One, two and four ranks, under every recipe, and whatever the backward pass makes again.
 #[test]
 fn ranks_and_recomputation_keep_the_bits_under_every_recipe() {
-    use Scope::{Attention, MlaUp, Norms};
-    let scopes: [&[Scope]; 5] = [&[], &[MlaUp], &[Norms, MlaUp], &[Attention], &Scope::ALL];
+    use Scope::{Attention, MlaUp, MlpUp, Norms};
+    let scopes: [&[Scope]; 6] = [&[], &[MlaUp], &[Norms, MlaUp], &[Attention], &[MlaUp, MlpUp], &Scope::ALL];
     for (i, recipe) in rig::some_recipes(0).into_iter().enumerate() {
         let both = ["bf16", "mxfp4-hopper"].contains(&recipe);
         for kind in KINDS.into_iter().enumerate().filter(|(k, _)| both || i % 2 == *k).map(|(_, kind)| kind) {
@@ -145,7 +145,7 @@ fn ranks_and_recomputation_keep_the_bits_under_every_recipe() {
             }
             for scopes in scopes {
                 let mut config = config.clone();
-                config.train.recompute = scopes.to_vec();
+                config.train.recompute = Recompute::of(scopes);
                 one.assert_same(&train(&config, 1, 2, cpu), &format!("{recipe}, {scopes:?}"));
             }
         }

@@ -11,7 +11,7 @@ use nibble_train::config::{Balance, Config};
 use nibble_train::layers::Layer;
 use nibble_train::metrics::read_layers;
 use nibble_train::moe::{Moe, MoeShape};
-use nibble_train::recompute::Scope;
+use nibble_train::recompute::{Recompute, Scope};
 use nibble_train::spec::{MoeSpec, RouterOptions};
 use nibble_train::trainer::{Options, Trainer, run};
 use rig::{
@@ -130,7 +130,7 @@ fn any_number_of_ranks_gives_the_same_bits_recorded_and_made_again() {
         one.assert_same(&train_alone(&Recorder::new(cpu()), &config, 4), "recorded");
         for scope in Scope::ALL {
             let mut again = config.clone();
-            again.train.recompute = vec![scope];
+            again.train.recompute = Recompute::of(&[scope]);
             one.assert_same(&train(&again, 2, 4, cpu), scope.name());
         }
     }

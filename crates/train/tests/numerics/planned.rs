@@ -18,7 +18,7 @@ use nibble_train::ledger::{Entry, Ledger, Saved};
 use nibble_train::model::Decoder;
 use nibble_train::model_plan::{PlannedSite, sites};
 use nibble_train::param::GradientPlan;
-use nibble_train::recompute::Scope;
+use nibble_train::recompute::{Recompute, Scope};
 use nibble_train::record::Layout;
 use nibble_train::shards::{Shards, SpanCounts};
 use nibble_train::spec::ModelSpec;
@@ -132,9 +132,10 @@ fn kept(
 #[track_caller]
 fn assert_done(config: &Config, recipe: &Recipe, kind: DeviceKind, what: &str) {
     let (spec, plans) = (ModelSpec::new(&config.model), LayerPlans::new(recipe.clone()));
-    let passes = Passes::Both { keep_a: !config.train.recompute.contains(&Scope::Swiglu) };
+    let passes =
+        Passes::Both { keep_a: !config.train.recompute.of_layer(&config.model, 0).contains(&Scope::Swiglu) };
     for (progress, _) in recipe.stretches() {
-        let planned = sites(&spec, &plans, progress, passes).unwrap();
+        let planned = sites(&spec, &plans, progress, |_| passes).unwrap();
         let done = done(config, recipe, &planned, (kind, progress));
         let names: Vec<String> = planned.iter().map(|planned| planned.site.to_string()).collect();
         assert_eq!(done.sites, names, "at {progress}: {what}");
@@ -173,7 +174,7 @@ fn steps_do_what_is_planned_under_random_recipes() {
             _ => model(&mut dice),
         };
         if dice.below(2) == 0 {
-            config.train.recompute = vec![Scope::Norms];
+            config.train.recompute = Recompute::of(&[Scope::Norms]);
         }
         let layers = ModelSpec::new(&config.model).recipe_layers();
         let text = dice.recipe(&layers);

@@ -305,11 +305,11 @@ fn dense_feed_forward_layer() {
             expected.at,
             "{name}: saved x is what the recipe says"
         );
-        assert_eq!(saved.h.format(), section.at(Site::SavedH).format, "{name}: h");
+        assert_eq!(saved.h.as_ref().unwrap().format(), section.at(Site::SavedH).format, "{name}: h");
         let sites = [Site::SavedX, Site::WgradX].map(|site| section.at(site));
         let kept = |at: TensorName<'_>, x: &Operand<Cpu>| converted(&cx, at, x, sites, groups);
         let (x_cols, a_cols) = (kept(gate_up("x"), &saved.gate_up.x), kept(down("x"), &saved.down.x));
-        let h = saved.h.clone();
+        let h = saved.h.clone().unwrap();
         let dx = layer.backward(&cx, saved, dy.clone()).unwrap();
 
         let both = |at: TensorName<'_>, dy: &Tensor<Cpu>| {
@@ -513,10 +513,10 @@ fn experts() {
         let Scene { mut moe, plan, x_rd, dy_rd, .. } = scene(&cx, &section);
         let (_, saved) = moe.experts.forward(&cx, x_rd, &plan).unwrap();
         let kept_x = saved.x.clone().unwrap();
-        for (site, kept) in [(Site::SavedX, &kept_x), (Site::SavedH, &saved.h)] {
+        for (site, kept) in [(Site::SavedX, &kept_x), (Site::SavedH, saved.h.as_ref().unwrap())] {
             assert_eq!(kept.format(), section.at(site).format, "{name}: {}", site.key());
         }
-        let kept = (&kept_x, &saved.h);
+        let kept = (&kept_x, saved.h.as_ref().unwrap());
         let want = experts_backward(&cx, name, &section, &moe.experts, kept, &dy_rd, &plan);
         let (dx, dgate) = moe.experts.backward(&cx, saved, dy_rd, &plan).unwrap();
 

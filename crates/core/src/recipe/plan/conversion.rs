@@ -5,6 +5,7 @@ use super::product::ProductPlan;
 use super::route::{Pair, Route};
 use crate::ops::Numbers;
 use crate::recipe::Precision;
+use nibble_formats::BlockAxis;
 
 /// The reader of a representation of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,6 +66,23 @@ impl Conversion {
     /// The conversion to the first representation only, for unknown readers.
     pub fn first(&self) -> Self {
         Self { to: Pair::One(self.to.first()), readers: [Reader::Several; 2], ..*self }
+    }
+
+    /// The conversion of the second representation to the first, for unknown readers. `None` if the second representation does not
+    /// determine the bits of the first: both were then quantized from the tensor as it was.
+    pub fn first_of_second(&self) -> Option<Self> {
+        let route = match self.to {
+            Pair::One(_) => Route::Same,
+            Pair::Two(first, Route::Same) => first,
+            // A cast to the tensor's own type changes nothing.
+            Pair::Two(first, Route::Plain(dtype))
+                if Form::new(Precision::plain(dtype).format, BlockAxis::Row) == self.from =>
+            {
+                first
+            }
+            Pair::Two(..) | Pair::OneRead(_) => return None,
+        };
+        Some(Self { to: Pair::One(route), readers: [Reader::Several; 2], ..*self })
     }
 
     /// The conversion to the second representation only.
