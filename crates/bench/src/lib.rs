@@ -58,7 +58,7 @@ enum What {
     /// Measures CPU operations on one thread, alternating between scalar and vectorised code. GB/s counts the bytes that an operation reads
     /// and writes.
     Ops,
-    /// Runs `step` and `ops`. `nibble bench` without arguments runs both for the configuration `tiny`.
+    /// Runs the benchmarks `step` and `ops`. `nibble bench` without arguments runs both for the configuration `tiny`.
     All(step::Args),
     Kernels(kernels::Args),
     Gemm(gemm::Args),

@@ -24,15 +24,15 @@ use std::time::Instant;
 #[command(
     after_help = "The floor of a step is the flops of the step's matrix products divided by the peak rate. On a CPU, the peak rate is the \
     rate of pure multiply-adds, which is measured in the same run. On a GPU, the peak rate is the dense BF16 rate in the GPU's data sheet.\n\n\
-    On a GPU, if CUPTI is found, one step is traced, and each operation's time is printed beside the operation's floor. The floor of a call is \
-    the larger of bytes / copy rate and flops / dense BF16 or FP8 rate; floors are summed over calls. Bytes count each operand read once and each \
-    result written once, without padding of experts' rows. The copy rate is measured in the same run. Operands that are still in the \
-    GPU's cache may be read faster than the copy rate, so an operation can be faster than its floor (a share of more than 100 %).\n\n\
+    On a GPU, if CUPTI is found, one step is traced, and each operation's time is printed beside the operation's floor. The floor of a \
+    call is the larger of two times, bytes / copy rate and flops / dense BF16 or FP8 rate; the floor of an operation is the sum over its \
+    calls. Bytes count each operand read once and each result written once, without padding of experts' rows. The copy rate is measured in \
+    the same run. Operands that are still in the GPU's cache may be read faster than the copy rate, so an operation can be faster than its \
+    floor (a share of more than 100 %).\n\n\
     With several ranks (`run.ranks`, `run.dp`), each rank is a thread of this process, with its own GPU or an equal share of the CPU's \
-    threads. A step's time is the time of the slowest rank. The peak rate and the bytes per parameter are totals over all ranks; all \
-    other numbers describe rank 0. \
-    With several ranks, operations have no floors, because a rank's work depends on the rows that the rank receives. One line reports the time of \
-    messages between ranks, and the part of this time that does not overlap with computation.\n\n\
+    threads. A step's time is the time of the slowest rank. The peak rate and the bytes per parameter are totals over all ranks; all other \
+    numbers describe rank 0. With several ranks, operations have no floors, because a rank's work depends on the rows that the rank \
+    receives. One line reports the time of messages between ranks, and the part of this time that does not overlap with computation.\n\n\
     Examples:\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
     nibble bench step --recipe bf16 --recompute\n  \
@@ -47,7 +47,7 @@ pub struct Args {
     /// Sets the configuration key KEY to VALUE. This option may be repeated.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Recipe to measure. This option may be repeated. Default: all built-in recipes except studies.
+    /// Recipe to measure. This option may be repeated. Default: all built-in recipes except the recipes for ablation studies.
     #[arg(long = "recipe", value_name = "RECIPE")]
     recipes: Vec<String>,
     /// Number of steps measured under each recipe, after two warm-up steps.

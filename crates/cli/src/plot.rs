@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 /// losses, and the legend is a column beside the chart.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The runs may still be in progress. `nibble train` also draws a run's loss.svg again at every evaluation.\n\n\
+    after_help = "The runs may still be in progress. `nibble train` draws the loss.svg of its run again at every evaluation.\n\n\
     Examples:\n  \
     nibble plot runs/tiny\n  \
     nibble plot runs/tiny runs/tiny-2 --output both.svg"

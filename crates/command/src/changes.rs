@@ -2,7 +2,7 @@
 
 use nibble_train::config::DeviceChoice;
 
-/// `--set`, and the options for two keys.
+/// The options `--set`, `--recipe` and `--device`.
 #[derive(Debug, clap::Args)]
 pub struct Changes {
     /// Sets the configuration key KEY to VALUE. This option may be repeated.

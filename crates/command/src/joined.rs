@@ -40,7 +40,7 @@ static CLIENT: RwLock<Option<Client>> = RwLock::new(None);
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct RendezvousArg {
     /// Address on rank 0's host to which all processes of a run connect. The option is needed with mpirun, because mpirun sets no such
-    /// address. The option can also choose one of several networks.
+    /// address. The option can also choose the network over which the processes connect.
     #[arg(long, value_name = "HOST:PORT")]
     rendezvous: Option<String>,
 }

@@ -35,15 +35,15 @@ const TOKENS: usize = 8192;
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "A token's row has 7168 columns and is sent to 8 of 256 experts; the experts are divided among 2, 4 or 8 ranks. The 8 \
-    experts of each token are chosen at random. Under balanced routing, all experts have equal probability. Under zipf routing, the \
-    weight of expert e is 1 / (e + 1), so rank 0 has the busiest experts. `slots` and `tree` are values of the configuration key \
-    train.combine. The columns `all` count all bytes; the columns `leaves` exclude the bytes that a rank sends to itself.\n\n\
-    The last table gives the relative errors, against F64 sums, of sums of rows of normally distributed numbers. The CPU computes these \
-    sums as `slots` and as `tree` compute them.\n\n\
-    With --ranks, the command only measures the time in which N ranks send rows to each other. Three stages are timed: the quantization \
-    of rows and their packing into messages, the all-to-all alone, and the unpacking of messages into rows sorted by expert. Each row is \
-    sent to one rank. With skewed splits, rank 0 receives 1.5 times an equal share. Between CPU ranks, rows are copied through host memory, so the times of \
-    CPU ranks say nothing about GPU links; use few rows with CPU ranks.\n\n\
+    experts of each token are chosen at random. Under balanced routing, all experts have equal probability. Under zipf routing, the weight \
+    of expert e is 1 / (e + 1), so rank 0 has the busiest experts. `slots` and `tree` are values of the configuration key train.combine. \
+    The columns `all` count all bytes; the columns `leaves` exclude the bytes that a rank sends to itself.\n\n\
+    The last table gives the relative errors, against F64 sums, of sums of rows of normally distributed numbers. The rows are summed on \
+    the CPU, once in the way of train.combine = `slots` and once in the way of `tree`.\n\n\
+    With --ranks, the command only measures the time in which N ranks send rows to each other. Three stages are timed: the quantization of \
+    rows and their packing into messages, the all-to-all alone, and the unpacking of messages into rows sorted by expert. Each row is sent \
+    to one rank. With skewed splits, rank 0 receives 1.5 times as many rows as with equal splits. Between CPU ranks, rows are copied \
+    through host memory, so the times of CPU ranks say nothing about GPU links; use few rows with CPU ranks.\n\n\
     Examples:\n  \
     nibble bench exchange\n  \
     nibble bench exchange --recipe bf16 --json exchange.json\n  \

@@ -101,8 +101,7 @@ impl Figures {
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Measures the time of each operation of the layer, and the bytes of the layer's saved activations. Without --only, also \
-    measures the time that each fused conversion \
-    saves, and the layer sizes from which a recipe is faster than BF16.\n\n\
+    measures the time that each fused conversion saves, and the layer sizes from which a recipe is faster than BF16.\n\n\
     Example:\n  \
     nibble bench experts --quick --only V3 --only Qwen3"
 )]

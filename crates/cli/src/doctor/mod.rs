@@ -36,7 +36,7 @@ pub struct Args {
     /// Only compiles every GPU kernel that is missing from the kernel cache, so that later runs need not compile.
     #[arg(long, conflicts_with = "time")]
     warm: bool,
-    /// Only measures the bandwidth and the latency between each two GPUs of this machine, and names slow links.
+    /// Only measures the bandwidth and the latency between every pair of GPUs of this machine, and names slow links.
     #[arg(long, conflicts_with_all = ["time", "warm"])]
     links: bool,
     /// What --links measures: with cuda or auto, the links between GPUs; with cpu, copies between threads through host memory.

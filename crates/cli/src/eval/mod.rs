@@ -50,8 +50,8 @@ pub struct Args {
     /// Number of tokens that --perplexity predicts per forward pass, from 1 to data.seq_len. Default: data.seq_len.
     #[arg(long, value_name = "TOKENS", requires = "texts")]
     stride: Option<usize>,
-    /// Whether the tokenizer's BOS token, if any, precedes each question of --task. Default: the configuration key eval.add_bos_token,
-    /// which is true unless the run sets it to false.
+    /// Whether the tokenizer's BOS token, if any, precedes each question of --task. Default: the value of the configuration key
+    /// eval.add_bos_token, which is true unless the run sets it to false.
     #[arg(long, value_name = "BOOL", requires = "tasks")]
     add_bos_token: Option<bool>,
     /// Also writes the log-likelihood of each choice of each --task question to this JSON file.

@@ -37,7 +37,7 @@ pub struct Args {
     /// number of ranks.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     min_ranks: Option<u32>,
-    /// Number of seconds within which all ranks end after one rank has failed. A rank that sends no heartbeat for half of this time counts
+    /// Number of seconds within which all ranks end after one rank has failed. A rank that sends no heartbeat for half of SECONDS counts
     /// as failed.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(2..=86_400))]
     deadline: u64,

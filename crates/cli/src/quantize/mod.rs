@@ -99,16 +99,17 @@ pub struct Args {
     device: DeviceArg,
 }
 
-/// Scaling options besides the scale rule; refused if the format has no such choice.
+/// Scaling options besides the scale rule. An option is refused if the format does not have this choice.
 #[derive(Debug, clap::Args)]
 struct ScalingArgs {
     /// Computes each scale as if the largest magnitude of the block or tensor were FACTOR times as large. FACTOR is a multiple of 1/16 from
     /// 1 to 2.
     #[arg(long, value_name = "FACTOR", conflicts_with = "back", value_parser = headroom)]
     headroom: Option<Headroom>,
-    /// Two thresholds for magnitudes, in units of the block's scale: 4,2 or 3.5,1.75 (hif4 only). An eighth of a block doubles the scale of
-    /// its values if one of its magnitudes reaches the first threshold. A sixteenth also doubles the scale of its values if one of its
-    /// magnitudes reaches the first threshold (in an eighth that doubles the scale) or the second threshold (in any other eighth).
+    /// Two thresholds for magnitudes, in units of the block's scale: 4,2 or 3.5,1.75 (hif4 only). For an eighth of a block, the scale is
+    /// doubled if a magnitude in the eighth reaches the first threshold. For a sixteenth of a block, the scale is doubled additionally if a
+    /// magnitude in the sixteenth reaches the first threshold (in an eighth with a doubled scale) or the second threshold (in any other
+    /// eighth).
     #[arg(long, value_name = "TWO", conflicts_with = "back")]
     thresholds: Option<Thresholds>,
     /// E2M1 number to which the scale maps a block's largest magnitude (nvfp4 only): 6 = always 6; 4/6-mse = 4 or 6, whichever gives the

@@ -44,7 +44,7 @@ pub struct Args {
     #[arg(long, conflicts_with_all = ["recipe", "all", "trace", "cost"])]
     studies: bool,
     /// Also prints every conversion, the saved activations, the operands that are converted from quantized tensors, and all settings of the
-    /// recipe's overrides. With --cost, also prints the costs of other recipes that the HiFloat4 study published.
+    /// recipe's overrides. With --cost, also prints the published costs of other recipes from the HiFloat4 study.
     #[arg(long, requires = "recipe")]
     all: bool,
     /// Like --all, but runs one layer of each kind and prints the conversions that ran. Also prints each layer's GEMMs with their operands,
@@ -53,7 +53,7 @@ pub struct Args {
     #[arg(long, requires = "recipe")]
     trace: bool,
     /// Prints only the cost of a training step of the configuration CONFIG under the recipe: the percentage of multiply-adds per kind of
-    /// layer and code width, and the work outside GEMMs. Default of CONFIG: tiny.
+    /// layer and code width, and the work outside GEMMs. --cost without CONFIG uses the configuration tiny.
     #[arg(long, value_name = "CONFIG", num_args = 0..=1, default_missing_value = "tiny", requires = "recipe", conflicts_with = "trace")]
     cost: Option<String>,
 }

@@ -13,7 +13,7 @@ use runs::{Deadline, Runner, pause};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Trains with several recipes and seeds, and compares the losses
+/// Trains models with several recipes and seeds; compares the losses
 ///
 /// Compares the loss of each recipe with the loss of a baseline recipe under the same seed, and reports the differences with 95 %
 /// confidence intervals. Each finished run writes one row, a JSON file, to DIR/rows. A study may be stopped at any time and continued by
@@ -50,8 +50,8 @@ pub struct Args {
     /// Git commit of this program, which the study records in each row.
     #[arg(long, value_name = "COMMIT", default_value = "")]
     commit: String,
-    /// Standard deviation of the loss differences (recipe - baseline) / baseline of one seed, in per cent, measured in a pilot study.
-    /// --plan uses this value while the study's rows do not give one.
+    /// Standard deviation, over the seeds of a pilot study, of the loss difference 100 · (recipe / baseline − 1), in per cent. --plan uses
+    /// SD until the rows of the study itself give a standard deviation.
     #[arg(long, value_name = "SD")]
     pilot_sd: Option<f64>,
     #[command(flatten)]

@@ -32,7 +32,7 @@ use std::sync::atomic::Ordering;
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "A run writes checkpoints, metrics.jsonl, the same metrics for TensorBoard, layers.jsonl, config.toml, recipe.toml and \
-    loss.svg to its directory. The directory is runs/NAME (NAME is the configuration's name), or, if runs/NAME is taken, the next free \
+    loss.svg to its directory. By default, the directory is runs/NAME (NAME is the configuration's name), or, if runs/NAME is taken, the next free \
     one of runs/NAME-2, runs/NAME-3 and so on. `nibble report` writes an HTML report of a run. A killed run loses at most the steps since \
     its last checkpoint; a run stopped by Ctrl-C, SIGTERM or SIGHUP loses no step. --resume continues a run; the final weights are \
     bit-identical to those of an uninterrupted run. A second signal more than 3 seconds after the first signal, or a third signal, ends \
@@ -61,8 +61,8 @@ pub struct Args {
     #[command(flatten)]
     changes: Changes,
     /// Starts training from the weights of a Hugging Face model. FOLDER contains the model's config.json and safetensors files. FOLDER sets
-    /// the keys of `[model]`, except max_positions and the keys of auxiliary losses; CONFIG sets all other keys. With --resume, resumes the
-    /// run that was started from FOLDER.
+    /// the keys of `[model]`, except max_positions and the keys of auxiliary losses; CONFIG sets the configuration keys that FOLDER does
+    /// not set. With --resume, resumes the run that was started from FOLDER.
     #[arg(long, value_name = "FOLDER", conflicts_with = "init_from")]
     from: Option<PathBuf>,
     /// Starts a new run, with a new optimizer state, from the weights of another run. RUN is the directory of one checkpoint, or of a run;
@@ -125,9 +125,9 @@ pub fn require_launchable(args: &Args) -> Result<()> {
 /// The device whose memory a dry run predicts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum DryRunOn {
-    /// Predicts for the device on which the run would train; this device must exist.
+    /// Predicts the memory use for the device on which the run would train; this device must exist.
     Device,
-    /// Predicts for a GPU; the host need not have a GPU.
+    /// Predicts the memory use for a GPU; the host need not have a GPU.
     Gpu,
 }
 

@@ -33,13 +33,14 @@ pub struct TimedArgs {
     /// Device on which the ranks compute: cpu, cuda, or auto (one Hopper GPU per rank if enough GPUs are usable, otherwise the CPU).
     #[arg(long, value_name = "DEVICE", requires = "ranks")]
     device: Option<DeviceChoice>,
-    /// Number of rows that each rank sends, a multiple of twice the number of ranks. If several numbers are given, each is measured.
+    /// Number of rows that each rank sends, a multiple of twice the number of ranks. If several numbers of rows are given, each number is
+    /// measured.
     #[arg(long, value_name = "N", value_delimiter = ',', requires = "ranks", default_values_t = [4096, 32768])]
     rows: Vec<usize>,
-    /// Number of columns of each row, a multiple of 128. If several numbers are given, each is measured.
+    /// Number of columns of each row, a multiple of 128. If several numbers of columns are given, each number is measured.
     #[arg(long, value_name = "N", value_delimiter = ',', requires = "ranks", default_values_t = [7168, 2048])]
     cols: Vec<usize>,
-    /// How the sent rows are divided among the receiving ranks. If several values are given, each is measured.
+    /// How the sent rows are divided among the receiving ranks. If several values of SPLIT are given, each value is measured.
     #[arg(long, value_name = "SPLIT", value_delimiter = ',', requires = "ranks", default_values = ["equal", "skewed"])]
     splits: Vec<Splits>,
     /// Duration of a measurement, in milliseconds; each printed time is the median of five measurements.
