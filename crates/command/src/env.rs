@@ -42,8 +42,14 @@ const SIGNAL_WINDOW: &str = "NIBBLE_SIGNAL_WINDOW";
 
 /// Name and meaning of each of these variables.
 const VARIABLES: &[(&str, &str)] = &[
-    (THREADS, "number of worker threads if the configuration has run.threads = 0; 0 or unset: one thread per core"),
-    (ISA, "instruction set of CPU kernels: portable, avx2, avx512, avx512bf16, or scalar (the specification)"),
+    (
+        THREADS,
+        "number of worker threads if the configuration has run.threads = 0; 0 or unset: one thread per core",
+    ),
+    (
+        ISA,
+        "instruction set of CPU kernels: portable, avx2, avx512, avx512bf16, or scalar (the specification)",
+    ),
     (RANK, "rank of this process among all processes of the run; set by nibble launch"),
     (WORLD_SIZE, "number of ranks of the run; set by nibble launch"),
     (LOCAL_RANK, "rank of this process among the processes of its host; set by nibble launch"),
@@ -53,7 +59,10 @@ const VARIABLES: &[(&str, &str)] = &[
         "address HOST:PORT to which all ranks connect, like --rendezvous; needed with mpirun; set by nibble launch",
     ),
     (SECRET, "shared secret of 16 or more characters, with which the ranks of a run authenticate each other"),
-    (SECRET_FILE, "path of a file of mode 600 that contains the shared secret; read if NIBBLE_SECRET is not set"),
+    (
+        SECRET_FILE,
+        "path of a file of mode 600 that contains the shared secret; read if NIBBLE_SECRET is not set",
+    ),
     (DEADLINE, "seconds within which all ranks end after one rank has failed, 2 to 86400; unset: 30"),
     (JOIN_DEADLINE, "seconds within which all ranks must join the run at its start, 2 to 86400; unset: 300"),
     (
@@ -70,7 +79,10 @@ const VARIABLES: &[(&str, &str)] = &[
     #[cfg(debug_assertions)]
     (FAULT, "test builds only: fault to inject, and the place in the code, such as kill@file-written:3"),
     #[cfg(debug_assertions)]
-    (SIGNAL_WINDOW, "test builds only: seconds within which a second signal counts as a repetition of the first signal"),
+    (
+        SIGNAL_WINDOW,
+        "test builds only: seconds within which a second signal counts as a repetition of the first signal",
+    ),
 ];
 
 /// The names of the instruction sets, and of the scalar specification.

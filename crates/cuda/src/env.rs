@@ -18,7 +18,10 @@ pub const HELP: &[(&str, &str)] = &[
         "folder of the cache of compiled GPU kernels; with `off`, compiled kernels stay in memory only; unset: $XDG_CACHE_HOME/nibble/cubins or ~/.cache/nibble/cubins",
     ),
     ("NIBBLE_CSRC", "folder of GPU kernel sources, which replace the kernel sources in the binary"),
-    ("NIBBLE_UPDATE", "tests only: if set, the tests rewrite tests/resources.txt instead of comparing with this file"),
+    (
+        "NIBBLE_UPDATE",
+        "tests only: if set, the tests rewrite tests/resources.txt instead of comparing with this file",
+    ),
     (
         "NIBBLE_ONLY",
         "tests only: words separated by spaces; the tests compile only kernel instances whose name in tests/resources.txt contains one of the words, and leave all other lines of this file unchanged; unset: all instances",
