@@ -17,11 +17,11 @@ use nibble_formats::{Purpose, Stream};
 use serde_json::{Value, json};
 use std::fmt;
 
-/// Causal BF16 attention on the GPU, forward and backward: back-to-back calls at the power limit.
+/// Measures causal BF16 attention on the GPU, forward and backward, in back-to-back calls at the GPU's power limit.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "The backward flop rate counts each matrix product once, even if P and dS are computed twice. The benchmark takes half a \
-    minute, with --quick a few seconds.\n\n\
+    minute; with --quick, it takes a few seconds.\n\n\
     Examples:\n  \
     nibble bench attention --only 192\n  \
     nibble bench attention --documents 1024\n  \
@@ -34,8 +34,8 @@ pub struct Args {
     /// Measures only single calls, during which the GPU stays below its power limit.
     #[arg(long)]
     quick: bool,
-    /// Also compares two kinds of sequences of 8192 tokens: packed documents of TOKENS tokens, and one document. Flops are counted for each
-    /// tile of 128 queries x 128 keys that is not fully masked.
+    /// Also measures sequences of 8192 tokens in two variants and compares the variants: packed documents of TOKENS tokens each, and one
+    /// document. The flop count includes each tile of 128 queries x 128 keys that is not fully masked.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     documents: Option<u32>,
 }

@@ -19,17 +19,18 @@ const PROFILES: usize = 5;
 /// The shape that torchao published, of Llama 4's experts.
 const SHAPE: ProductDims = ProductDims { m: 128_000, n: 8192, k: 5120 };
 
-/// Grouped GEMMs of experts in several formats, forward and backward, including quantization.
+/// Measures grouped GEMMs of experts in several formats, forward and backward, including quantization.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Y = X·Wᵀ, dX = dY·W, dW = dYᵀ·X. The inputs X, W and dY are BF16. Each input is quantized once per product, along the \
-    contracted dimension. dW is BF16. Formats without tensor-core support are decoded to BF16 first; the time includes the decoding.\n\n\
+    after_help = "The measured products are Y = X·Wᵀ, dX = dY·W and dW = dYᵀ·X. The inputs X, W and dY are BF16, and the result dW is \
+    BF16. Each input is quantized once per product, along the contracted dimension. Inputs in formats that the tensor cores cannot \
+    multiply are decoded to BF16 before the product. The measured time includes the quantization and the decoding.\n\n\
     Examples:\n  \
     nibble bench grouped --format mxfp8-e4m3 --groups 1,2,4,8\n  \
     nibble bench grouped --shapes 32768x16384x5120,32768x5120x8192 --groups 16"
 )]
 pub struct Args {
-    /// Shapes of the GEMM: M (rows of all groups) × N (outputs of an expert) × K (inputs of an expert). Default: 128000x8192x5120.
+    /// Shapes of the GEMMs: M (rows of all groups) × N (outputs of an expert) × K (inputs of an expert). Default: 128000x8192x5120.
     #[arg(long, value_name = "MxNxK", value_delimiter = ',', value_parser = parse_shape)]
     shapes: Vec<ProductDims>,
     /// Numbers of groups to measure; the M rows are divided evenly among the groups.

@@ -24,14 +24,13 @@ use nibble_command::output::{Force, Mark, Outputs};
 use serde_json::json;
 use std::path::PathBuf;
 
-/// Measures training steps and operations
-///
-/// Measures the CPU or the GPU of this machine.
+/// Benchmarks training steps and single operations
+/// Some benchmarks measure the CPU of this machine, others the GPU.
 #[derive(Debug, clap::Args)]
 #[command(
     subcommand_value_name = "WHAT",
     subcommand_help_heading = "What to measure",
-    after_help = "Each measurement has its own options: nibble bench gemm --help.\n\n\
+    after_help = "Each benchmark has its own options; for example, `nibble bench gemm --help` lists the options of `gemm`.\n\n\
     Examples:\n  \
     nibble bench\n  \
     nibble bench step shakespeare --set data.source=tinyshakespeare.txt\n  \
@@ -47,7 +46,7 @@ use std::path::PathBuf;
 pub struct Args {
     #[command(subcommand)]
     what: Option<What>,
-    /// Also writes the figures to this JSON file.
+    /// Also writes the measured values to this JSON file.
     #[arg(long, value_name = "OUT", global = true)]
     json: Option<PathBuf>,
     #[command(flatten)]
@@ -57,9 +56,10 @@ pub struct Args {
 #[derive(Debug, clap::Subcommand)]
 enum What {
     Step(step::Args),
-    /// CPU operations on one thread: scalar and vectorised code, measured alternately. GB/s counts bytes read and written.
+    /// Measures CPU operations on one thread, alternating between scalar and vectorised code. GB/s counts the bytes that an operation reads
+    /// and writes.
     Ops,
-    /// Runs `step` and `ops`. `nibble bench` without arguments does the same for the configuration `tiny`.
+    /// Runs the benchmarks `step` and `ops`. `nibble bench` without arguments runs both for the configuration `tiny`.
     All(step::Args),
     Kernels(kernels::Args),
     Gemm(gemm::Args),

@@ -21,19 +21,20 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// Training steps: tokens per second under each recipe, and the time of each operation.
+/// Measures training steps: tokens per second under each recipe, and the time of each operation.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The floor of a step is the flops of the step's matrix products divided by the peak rate. On a CPU, the peak rate is the rate of pure \
-    multiply-adds, measured in the same run. On a GPU, the peak rate is the dense BF16 rate in the data sheet.\n\n\
-    On a GPU, if CUPTI is found, one step is traced, and each operation's time is printed beside the operation's floor. The floor of a call is \
-    the larger of bytes / copy rate and flops / dense BF16 or FP8 rate; floors are summed over calls. Bytes count each operand read once and each \
-    result written once, without padding of experts' rows. The copy rate is measured in the same run. Operands that are still in the cache may be \
-    read faster, so an operation can exceed 100 % of its floor.\n\n\
-    With `run.ranks` and `run.dp` the ranks are threads, each with its own GPU or an equal share of the CPU's threads. A step's time is \
-    the time of the slowest rank. The peak rate and the bytes per parameter are totals over all ranks; all other figures describe rank 0. \
-    With several ranks, operations have no floors, because a rank's work depends on the rows that the rank receives. One line reports the time of \
-    messages between ranks, and the part of this time that does not overlap with computation.\n\n\
+    after_help = "The floor of a step is the flops of the step's matrix products divided by the peak rate. On a CPU, the peak rate is the \
+    rate of pure multiply-adds, which is measured in the same run. On a GPU, the peak rate is the dense BF16 rate in the GPU's data sheet.\n\n\
+    On a GPU, if CUPTI is found, one step is traced, and each operation's time is printed beside the operation's floor. The floor of a \
+    call is the larger of two times, bytes / copy rate and flops / dense BF16 or FP8 rate; the floor of an operation is the sum over its \
+    calls. Bytes count each operand read once and each result written once, without padding of experts' rows. The copy rate is measured in \
+    the same run. Operands that are still in the GPU's cache may be read faster than the copy rate, so an operation can be faster than its \
+    floor (a share of more than 100 %).\n\n\
+    With several ranks (`run.ranks`, `run.dp`), each rank is a thread of this process, with its own GPU or an equal share of the CPU's \
+    threads. A step's time is the time of the slowest rank. The peak rate and the bytes per parameter are totals over all ranks; all other \
+    numbers describe rank 0. With several ranks, operations have no floors, because a rank's work depends on the rows that the rank \
+    receives. One line reports the time of messages between ranks, and the part of this time that does not overlap with computation.\n\n\
     Examples:\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
     nibble bench step --recipe bf16 --recompute\n  \
@@ -46,26 +47,26 @@ pub struct Args {
     /// Configuration of the step: a built-in configuration or the path of a TOML file.
     #[arg(value_name = "CONFIG", default_value = CONFIG)]
     config: String,
-    /// Sets a configuration key. This option may be repeated.
+    /// Sets the configuration key KEY to VALUE. This option may be repeated.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Recipe to measure. This option may be repeated. Default: all built-in recipes except studies.
+    /// Recipe to measure. This option may be repeated. Default: all built-in recipes except the recipes for ablation studies.
     #[arg(long = "recipe", value_name = "RECIPE")]
     recipes: Vec<String>,
     /// Number of steps measured under each recipe, after two warm-up steps.
     #[arg(long, value_name = "N", default_value_t = STEPS)]
     steps: usize,
-    /// Seconds of training before the measured steps, because a warm GPU has a lower clock rate.
+    /// Number of seconds of training before the measured steps. Training warms the GPU up, and a warm GPU has a lower clock rate.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0, value_parser = seconds)]
     warm_up: f64,
-    /// Measures how much memory each scope of train.recompute saves and how much time it costs, instead of the time of each operation.
+    /// Measures how much memory and time a step takes with different values of train.recompute, instead of the time of each operation.
     #[arg(long)]
     recompute: bool,
     /// Trains each recipe with the least recomputation that is predicted to fit this many bytes of one device, such as 80GB (10^9 bytes) or
     /// 74.5GiB (2^30 bytes), instead of the time of each operation. The limit chooses the recomputation; the device is not limited.
     #[arg(long, value_name = "SIZE", conflicts_with_all = ["recompute", "spans"], value_parser = parse_size)]
     fit: Option<usize>,
-    /// Adds each kernel, copy, fill and message of one traced step to the --json file, with start time and duration.
+    /// Also writes the start time and the duration of each kernel, copy, fill and message of one traced step to the --json file.
     #[arg(long)]
     spans: bool,
     #[command(flatten)]

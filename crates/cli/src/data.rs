@@ -11,8 +11,8 @@ use std::path::Path;
 
 /// Shows what data files contain
 ///
-/// Prints file kinds, document and token counts, a histogram of document lengths, and sample documents. Files are read as in
-/// `nibble train`. The command writes no files.
+/// Prints the kind of each file, the numbers of documents and tokens, a histogram of document lengths, and sample documents. The command
+/// reads the files in the same way as `nibble train`, and writes no files.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble data book.txt\n  \
@@ -20,7 +20,7 @@ use std::path::Path;
     nibble data book.txt --tokenizer tokenizer.json --tokens\n  \
     nibble data rows.parquet --set data.text_key=content")]
 pub struct Args {
-    /// Data files, folders of data files, or globs.
+    /// Data files, folders that contain data files, or globs that match data files.
     #[arg(value_name = "FILE", required = true)]
     files: Vec<String>,
     /// Reports every unreadable row, instead of stopping at the first unreadable row. The exit code is 1 if a row is
@@ -30,10 +30,11 @@ pub struct Args {
     /// Lists the tokens of the sample documents, each with its id.
     #[arg(long)]
     tokens: bool,
-    /// Tokenizer for texts (sets data.tokenizer): a tokenizer.json, or a folder that contains a tokenizer.json. Default: bytes.
+    /// Tokenizer for texts (sets the configuration key data.tokenizer): a tokenizer.json, or a folder that contains a tokenizer.json. By
+    /// default, each byte of a text is a token.
     #[arg(long, value_name = "PATH")]
     tokenizer: Option<String>,
-    /// Sets a configuration key, such as data.text_key. This option may be repeated.
+    /// Sets the configuration key KEY, such as data.text_key, to VALUE. This option may be repeated.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
 }

@@ -10,29 +10,29 @@ use std::path::PathBuf;
 
 /// Writes a checkpoint as a Hugging Face model folder
 ///
-/// The folder has config.json, the weights as safetensors files with an index, and the tokenizer.
+/// The folder contains config.json, the weights as safetensors files with an index, and the tokenizer's files.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The model is streamed, so memory use does not grow with model size. The folder gets its final name after all files are written. \
-    With --dtype fp8-block, linear layers and experts are E4M3 codes with one scale per block of 128 x 128, as DeepSeek-V3 is \
-    published.\n\n\
+    after_help = "The weights are streamed from file to file, so the memory use of the export does not grow with the size of the model. \
+    The folder gets the name FOLDER only after all files are written. With --dtype fp8-block, the weights of linear layers and experts \
+    are E4M3 codes with one scale per block of 128 x 128 weights, as in the published files of DeepSeek-V3.\n\n\
     Examples:\n  \
     nibble export runs/tiny my-model\n  \
     nibble export runs/tiny/checkpoints/step-00000200 my-model --dtype f32\n  \
     nibble export DeepSeek-V3 in-bf16"
 )]
 pub struct Args {
-    /// Directory of a run, of one checkpoint, or of a Hugging Face model to convert to another type. For a run, the newest undamaged
-    /// checkpoint is exported.
+    /// Directory of a run, of one checkpoint, or of a Hugging Face model whose weights are to be converted to another type. For a run,
+    /// Nibble exports the newest undamaged checkpoint.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
-    /// Folder to create. An existing folder must be empty.
+    /// Folder to write the model to. If the folder exists, it must be empty.
     #[arg(value_name = "FOLDER")]
     folder: PathBuf,
-    /// Type of the weights.
+    /// Number type of the exported weights.
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     dtype: Type,
-    /// Maximum size of a weight file, in MiB; 0 = all weights in one file.
+    /// Maximum size of each weight file, in MiB; with 0, all weights are written to one file.
     #[arg(long, value_name = "MIB", default_value_t = 5120)]
     file_mib: usize,
 }
@@ -40,9 +40,9 @@ pub struct Args {
 /// Type of the weights on the command line.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 enum Type {
-    /// F32, without rounding.
+    /// F32; the weights are not rounded.
     F32,
-    /// BF16; weights are rounded to nearest.
+    /// BF16; each weight is rounded to the nearest BF16 number.
     Bf16,
     /// E4M3 codes with one scale per block of 128 x 128 weights.
     Fp8Block,

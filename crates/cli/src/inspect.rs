@@ -11,29 +11,31 @@ use nibble_train::config::Config;
 use nibble_train::trainer::{Inspection, Trainer};
 use std::path::PathBuf;
 
-/// Writes one forward and backward pass to a file
+/// Writes the tensors of one forward and backward pass to a file
 ///
-/// The file has the weights, tokens, chosen experts, logits and gradients.
+/// The file contains the weights, the token ids, the selected experts of each token, the logits and the gradients.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "All tensors are F32. Weights have the names of checkpoint tensors; gradients have the prefix `grad.`. The model's dimensions go to a \
-    .json file beside OUT. With `run.ranks`, the tensors of all ranks are gathered and equal the tensors of a run on one rank bit for bit. \
-    `benchmarks/peers/parity.py` compares OUT with the same computation in PyTorch.\n\n\
+    after_help = "All tensors in OUT are F32. Each weight has the same name as in a checkpoint; the gradient of the weight NAME is \
+    `grad.NAME`. The command also writes the model's dimensions to a .json file beside OUT. With several ranks (`run.ranks`), OUT \
+    contains the tensors of all ranks, and these tensors are bit-identical to those of one rank. \
+    `benchmarks/peers/parity.py` compares the tensors in OUT with those of the same computation in PyTorch.\n\n\
     Examples:\n  \
     nibble inspect tiny --recipe f32 --out step.safetensors\n  \
     python3 benchmarks/peers/parity.py step.safetensors --model step.json"
 )]
 pub struct Args {
-    /// A built-in configuration or the path of a TOML file.
+    /// Configuration of the model: a built-in configuration or the path of a TOML file.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
     #[command(flatten)]
     changes: Changes,
-    /// The file to write, in the safetensors format.
+    /// Safetensors file to write.
     #[arg(long, value_name = "OUT")]
     out: PathBuf,
-    /// Number of steps whose tokens are written. The tensors `ids.K` and `targets.K` are the tokens of the K-th step after the first step.
-    /// If attention is masked between packed documents, the file also has `starts.K`.
+    /// Number of training steps whose token ids are written. `ids.K` and `targets.K` contain the input and target token ids of the K-th
+    /// step after the first step. If attention is masked between packed documents, `starts.K` contains, for each token, the position at
+    /// which the token's document begins.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
     #[command(flatten)]

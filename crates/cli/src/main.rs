@@ -66,7 +66,7 @@ enum Command {
     Doctor(doctor::Args),
     Bench(nibble_bench::Args),
     Verify(verify::Args),
-    /// Lists the environment variables and the exit codes
+    /// Lists Nibble's environment variables and exit codes
     #[command(after_help = surroundings())]
     Environment,
 }
@@ -78,8 +78,8 @@ const HELP: &str = "{about-with-newline}{usage-heading} {usage}; a first run of 
 fn surroundings() -> String {
     format!(
         "Environment variables:\n{}\n\
-         Exit codes: 0 done, 1 the run failed, 2 the request cannot be carried out as given,\n\
-         130, 143, 129 stopped by SIGINT (Ctrl-C), SIGTERM, SIGHUP.",
+         Exit codes: 0 done; 1 the run failed; 2 the request cannot be carried out as given;\n\
+         130 stopped by SIGINT (Ctrl-C); 143 stopped by SIGTERM; 129 stopped by SIGHUP.",
         env::help()
     )
 }

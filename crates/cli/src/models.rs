@@ -12,15 +12,15 @@ use nibble_train::spec::ModelSpec;
 
 /// Lists published models and which GPU can train each model
 ///
-/// Prints each published model with its parameter count, and predicts with which recipe and recomputation one GPU of 80 GB or 141 GB can
-/// train the whole model. Also lists a small model of each family. The predictions need no GPU.
+/// Prints the parameter count of each published model, and predicts with which recipe and which recomputation one GPU of 80 GB or one GPU
+/// of 141 GB can train the whole model. Also lists one small model per model family. `nibble models` runs without a GPU.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble models\n  \
     nibble models llama-3-8b")]
 pub struct Args {
-    /// A built-in configuration or the path of a TOML file. If given, prints the configuration's memory under each recipe, with
-    /// increasing recomputation.
+    /// A built-in configuration or the path of a TOML file. With CONFIG, prints the predicted memory of training this configuration on one
+    /// GPU: one column per recipe, one row per set of recomputed activations.
     #[arg(value_name = "CONFIG")]
     config: Option<String>,
 }

@@ -10,17 +10,17 @@ use std::path::{Path, PathBuf};
 
 /// Draws the losses of runs into an SVG file
 ///
-/// Draws the training and held-out losses of one or several runs in one chart. With more than six runs, the chart has only held-out
-/// losses, and a legend column.
+/// Draws the training and held-out losses of one or several runs in one chart. With more than six runs, the chart shows only the held-out
+/// losses, and the legend is a column beside the chart.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "A run may still be in progress. A training run redraws its loss.svg at every evaluation.\n\n\
+    after_help = "The runs may still be in progress. `nibble train` draws the loss.svg of its run again at every evaluation.\n\n\
     Examples:\n  \
     nibble plot runs/tiny\n  \
     nibble plot runs/tiny runs/tiny-2 --output both.svg"
 )]
 pub struct Args {
-    /// Directories of runs.
+    /// Directories of the runs to draw.
     #[arg(value_name = "RUN", required = true)]
     runs: Vec<PathBuf>,
     /// SVG file to write. Default: for one run, loss.svg in the run's directory; for several runs, losses.svg in the current directory.

@@ -21,12 +21,13 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::{self, Builder};
 use std::time::Instant;
 
-/// Checks every operation against its specification here
+/// Checks every operation on this machine against its specification
 ///
-/// Conversions must agree bit for bit; matrix products must agree within stated error bounds.
+/// Results of conversions must equal those of the specification bit for bit; results of matrix products must equal those of the
+/// specification within stated error bounds.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit code: 0 if every operation agrees, 1 if an operation does not agree, 2 if there is no GPU to verify.\n\n\
+    after_help = "Exit code: 0 if every operation agrees with its specification, 1 if an operation does not, 2 if there is no GPU to verify.\n\n\
     Examples:\n  \
     nibble verify\n  \
     nibble verify --only transcode --only swiglu\n  \
@@ -34,17 +35,18 @@ use std::time::Instant;
     nibble verify --cpu --json verified.json"
 )]
 pub struct Args {
-    /// Checks the CPU's vectorised code against its scalar specification, instead of the GPU against the CPU.
+    /// Checks the CPU's vectorised code against the CPU's scalar code, instead of the GPU's code against the CPU's code.
     #[arg(long)]
     cpu: bool,
-    /// Operation to verify. This option may be repeated. Default: all operations.
+    /// Verifies only the operation OP. This option may be repeated. Default: all operations.
     #[arg(long, value_name = "OP")]
     only: Vec<String>,
-    /// Number of test cases that run concurrently, each on its own CPU threads and GPU stream. 0 = one case per two CPU threads, at most
-    /// 16 cases; with --cpu, one case.
+    /// Number of test cases that run concurrently, each on its own CPU threads and GPU stream. With N = 0, one case runs per two CPU
+    /// threads, at most 16 cases; with --cpu, one case runs at a time.
     #[arg(long, value_name = "N", default_value_t = 0)]
     jobs: usize,
-    /// Also quantizes and dequantizes at least N random elements in every format, and compares the results bit for bit.
+    /// Also quantizes and dequantizes at least N random elements in every block format, and compares the results with those of the
+    /// specification bit for bit.
     #[arg(long, value_name = "N", default_value_t = 0)]
     random: u64,
     /// Also writes the results to this JSON file.

@@ -2,14 +2,13 @@
 
 use nibble_train::config::DeviceChoice;
 
-/// `--set`, and the options for two keys.
+/// The options `--set`, `--recipe` and `--device`.
 #[derive(Debug, clap::Args)]
 pub struct Changes {
-    /// Sets a configuration key. This option may be repeated.
+    /// Sets the configuration key KEY to VALUE. This option may be repeated.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Recipe, which sets number formats: a built-in recipe (see `nibble recipe`) or the path of a TOML
-    /// file.
+    /// Recipe, which sets the number formats: the name of a built-in recipe (`nibble recipe` lists the names) or the path of a TOML file.
     #[arg(long, value_name = "RECIPE")]
     recipe: Option<String>,
     #[command(flatten)]
@@ -28,8 +27,8 @@ impl Changes {
 /// The option `--device`, which is short for `--set run.device=...`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct DeviceArg {
-    /// Device: cpu, cuda, cuda:N, or auto (one Hopper GPU per rank if enough GPUs are usable, otherwise
-    /// the CPU).
+    /// Device to compute on: cpu, cuda, cuda:N (the GPU with index N), or auto (one Hopper GPU per rank if enough GPUs are usable,
+    /// otherwise the CPU).
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<DeviceChoice>,
 }

@@ -42,35 +42,47 @@ const SIGNAL_WINDOW: &str = "NIBBLE_SIGNAL_WINDOW";
 
 /// Name and meaning of each of these variables.
 const VARIABLES: &[(&str, &str)] = &[
-    (THREADS, "worker threads if the configuration has run.threads = 0; 0 or unset: one per core"),
-    (ISA, "instruction set: portable, avx2, avx512, avx512bf16, or scalar (the specification)"),
-    (RANK, "rank of a process; nibble launch sets NIBBLE_RANK and the three variables that follow"),
-    (WORLD_SIZE, "number of ranks"),
-    (LOCAL_RANK, "rank within its host"),
-    (LOCAL_WORLD_SIZE, "number of ranks on its host"),
+    (
+        THREADS,
+        "number of worker threads if the configuration has run.threads = 0; 0 or unset: one thread per core",
+    ),
+    (
+        ISA,
+        "instruction set of CPU kernels: portable, avx2, avx512, avx512bf16, or scalar (the specification)",
+    ),
+    (RANK, "rank of this process among all processes of the run; set by nibble launch"),
+    (WORLD_SIZE, "number of ranks of the run; set by nibble launch"),
+    (LOCAL_RANK, "rank of this process among the processes of its host; set by nibble launch"),
+    (LOCAL_WORLD_SIZE, "number of ranks on the host of this process; set by nibble launch"),
     (
         RENDEZVOUS,
-        "HOST:PORT at which ranks connect, like --rendezvous; needed with mpirun, set by nibble launch",
+        "address HOST:PORT to which all ranks connect, like --rendezvous; needed with mpirun; set by nibble launch",
     ),
-    (SECRET, "shared secret that authenticates the ranks of a run, 16 characters or more"),
-    (SECRET_FILE, "file of mode 600 that contains the shared secret, if NIBBLE_SECRET is not set"),
-    (DEADLINE, "seconds within which all ranks end after a failure, 2 to 86400; unset: 30"),
-    (JOIN_DEADLINE, "seconds within which all ranks must join at the start, 2 to 86400; unset: 300"),
+    (SECRET, "shared secret of 16 or more characters, with which the ranks of a run authenticate each other"),
+    (
+        SECRET_FILE,
+        "path of a file of mode 600 that contains the shared secret; read if NIBBLE_SECRET is not set",
+    ),
+    (DEADLINE, "seconds within which all ranks end after one rank has failed, 2 to 86400; unset: 30"),
+    (JOIN_DEADLINE, "seconds within which all ranks must join the run at its start, 2 to 86400; unset: 300"),
     (
         EXCHANGE_DEADLINE,
-        "seconds within which rows from other GPUs must arrive, 2 to 86400; unset: 600, as a rank may have kernels to compile",
+        "seconds within which rows from other GPUs must arrive, 2 to 86400; unset: 600, because a rank may first compile kernels",
     ),
-    (LAUNCH_DIR, "set by nibble launch: folder in which each rank writes its status and last error"),
-    ("NIBBLE_TORCHRUN", "how the tests call torchrun; the command does not read it"),
-    ("NIBBLE_MPIRUN", "how the tests call Open MPI's mpirun; the command does not read it"),
-    ("NIBBLE_TESTDATA", "where the tests find golden vectors and data; the command does not read it"),
-    ("NIBBLE_EXHAUSTIVE", "1: the tests run their full lists of cases; the command does not read it"),
-    ("NIBBLE_FUZZ_SECONDS", "seconds that each fuzz test runs; the command does not read it"),
-    ("NIBBLE_BLESS", "1: the golden-loss test rewrites its files; the command does not read it"),
+    (LAUNCH_DIR, "folder in which each rank writes its status and its last error; set by nibble launch"),
+    ("NIBBLE_TORCHRUN", "tests only: command line with which the tests call torchrun"),
+    ("NIBBLE_MPIRUN", "tests only: command line with which the tests call Open MPI's mpirun"),
+    ("NIBBLE_TESTDATA", "tests only: folder in which the tests find golden vectors and data"),
+    ("NIBBLE_EXHAUSTIVE", "tests only: with 1, the tests run their full lists of cases"),
+    ("NIBBLE_FUZZ_SECONDS", "tests only: number of seconds that each fuzz test runs"),
+    ("NIBBLE_BLESS", "tests only: with 1, the golden-loss test rewrites its golden files"),
     #[cfg(debug_assertions)]
-    (FAULT, "test builds only: the fault to inject and its place, as in kill@file-written:3"),
+    (FAULT, "test builds only: fault to inject, and the place in the code, such as kill@file-written:3"),
     #[cfg(debug_assertions)]
-    (SIGNAL_WINDOW, "test builds only: seconds within which a second signal counts as the first one's echo"),
+    (
+        SIGNAL_WINDOW,
+        "test builds only: seconds within which a second signal counts as a repetition of the first signal",
+    ),
 ];
 
 /// The names of the instruction sets, and of the scalar specification.
@@ -228,7 +240,7 @@ pub fn signal_window() -> Duration {
 
 /// The help text, with one line per variable.
 pub fn help() -> String {
-    all().map(|(name, meaning)| format!("  {name:<23} {meaning}\n")).collect()
+    all().map(|(name, meaning)| format!("  {name:<24} {meaning}\n")).collect()
 }
 
 /// A warning for each variable that is set and has Nibble's prefix, but is unknown.

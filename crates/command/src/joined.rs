@@ -39,8 +39,8 @@ static CLIENT: RwLock<Option<Client>> = RwLock::new(None);
 /// The option that sets where the ranks of a run connect.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct RendezvousArg {
-    /// Address HOST:PORT on rank 0's host to which the processes of a run connect. This option is needed with mpirun, which sets no such
-    /// address, or to choose a network.
+    /// Address on rank 0's host to which all processes of a run connect. The option is needed with mpirun, because mpirun sets no such
+    /// address. The option can also choose the network over which the processes connect.
     #[arg(long, value_name = "HOST:PORT")]
     rendezvous: Option<String>,
 }

@@ -31,7 +31,7 @@ pub const HEAP_ALIGN: usize = 256;
 #[derive(Debug, Clone, Default)]
 pub struct Heap {
     capacity: usize,
-    /// Start and end of each hole below `top`. No two are adjacent, and none is adjacent to `top`.
+    /// Start and end of each hole below `top`. No two holes are adjacent, and no hole is adjacent to `top`.
     holes: BTreeMap<usize, usize>,
     /// Bytes and start of each hole, sorted by size. A deep model's activations leave more than one hole per layer.
     by_size: BTreeSet<(usize, usize)>,
@@ -151,7 +151,7 @@ impl Heap {
         self.peak
     }
 
-    /// The highest end of any block so far: the number of bytes that memory must back.
+    /// The highest end offset that any block has had so far. The heap's memory must have at least this number of bytes.
     pub fn extent(&self) -> usize {
         self.extent
     }
@@ -250,7 +250,7 @@ impl Segments {
         self.heaps[segment].capacity
     }
 
-    /// Bytes that memory must back, in all segments together.
+    /// Sum of the [`Heap::extent`] of all segments, in bytes.
     pub fn extent(&self) -> usize {
         self.heaps.iter().map(Heap::extent).sum()
     }

@@ -6,27 +6,30 @@ use std::path::PathBuf;
 pub const HELP: &[(&str, &str)] = &[
     (
         "NIBBLE_NVRTC",
-        "path of libnvrtc.so, or of the folder that holds it (default: the loader's search path)",
+        "path of libnvrtc.so, or of the folder that contains libnvrtc.so; unset: the loader's search path is used",
     ),
     (
         "NIBBLE_CUPTI",
-        "path of libcupti.so, which `nibble bench step` reads timelines from (default: the loader's search path)",
+        "path of libcupti.so, with which `nibble bench step` traces a step; unset: the loader's search path is used",
     ),
-    ("NIBBLE_NCCL", "path of libnccl.so.2, for ranks on GPUs (default: the loader's search path)"),
+    ("NIBBLE_NCCL", "path of libnccl.so.2, for ranks on GPUs; unset: the loader's search path is used"),
     (
         "NIBBLE_CUBIN_CACHE",
-        "folder of compiled kernels; `off` keeps them in memory only (default: $XDG_CACHE_HOME/nibble/cubins or ~/.cache/nibble/cubins)",
+        "folder of the cache of compiled GPU kernels; with `off`, compiled kernels stay in memory only; unset: $XDG_CACHE_HOME/nibble/cubins or ~/.cache/nibble/cubins",
     ),
-    ("NIBBLE_CSRC", "read kernel sources from this folder instead of the ones in the binary"),
-    ("NIBBLE_UPDATE", "set: tests write tests/resources.txt instead of comparing with it"),
+    ("NIBBLE_CSRC", "folder of GPU kernel sources, which replace the kernel sources in the binary"),
+    (
+        "NIBBLE_UPDATE",
+        "tests only: if set, the tests rewrite tests/resources.txt instead of comparing with this file",
+    ),
     (
         "NIBBLE_ONLY",
-        "words with spaces between them: tests compile only kernel instances that have one of them in their name, as tests/resources.txt has it, and leave the other lines as they are (default: every instance)",
+        "tests only: words separated by spaces; the tests compile only kernel instances whose name in tests/resources.txt contains one of the words, and leave all other lines of this file unchanged; unset: all instances",
     ),
-    ("NIBBLE_REQUIRE_GPU", "1: a test that finds no GPU fails instead of printing a skip"),
+    ("NIBBLE_REQUIRE_GPU", "tests only: with 1, a test that finds no GPU fails instead of being skipped"),
     (
         "NIBBLE_RANDOM_ELEMENTS",
-        "how many random elements the test random_billion takes through each conversion of an expert layer, an eighth of them through the others (default: none, it is skipped)",
+        "tests only: number of random elements that the test random_billion converts with each conversion of an expert layer; all other conversions get an eighth of this number; unset: the test is skipped",
     ),
 ];
 

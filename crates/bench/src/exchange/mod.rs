@@ -30,18 +30,20 @@ const RANKS: [usize; 3] = [2, 4, 8];
 /// Number of tokens of all ranks, for which experts are sampled.
 const TOKENS: usize = 8192;
 
-/// The expert all-to-all: bytes per token, and rounding errors of combine; with --ranks, its time.
+/// Measures the all-to-all of an expert layer: bytes per token, and rounding errors of combine; with --ranks, only the time of the
+/// all-to-all.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "A token has 7168 columns and is sent to 8 of 256 experts, which are divided among 2, 4 or 8 ranks. The experts of a token are \
-    sampled. Under balanced routing all experts have equal probability. Under zipf routing expert e has weight 1 / (e + 1), \
-    so rank 0 has the busiest experts. `slots` and `tree` are values of train.combine. \
-    `all` counts all bytes; `leaves` excludes the bytes that a rank sends to itself.\n\n\
-    The last table sums rows of normally distributed numbers on the CPU under `slots` and under `tree`, and compares with F64 sums.\n\n\
-    With --ranks, the command only measures the time in which N ranks send rows to each other. Each stage is timed: quantize and pack into \
-    messages, the all-to-all alone, unpack into rows sorted by expert. Each row goes to one rank. \
-    With skewed splits, rank 0 receives 1.5 times an equal share. On CPUs rows go through host memory, so CPU times \
-    say nothing about GPU links; use few rows on CPUs.\n\n\
+    after_help = "A token's row has 7168 columns and is sent to 8 of 256 experts; the experts are divided among 2, 4 or 8 ranks. The 8 \
+    experts of each token are chosen at random. Under balanced routing, all experts have equal probability. Under zipf routing, the weight \
+    of expert e is 1 / (e + 1), so rank 0 has the busiest experts. `slots` and `tree` are values of the configuration key train.combine. \
+    The columns `all` count all bytes; the columns `leaves` exclude the bytes that a rank sends to itself.\n\n\
+    The last table gives the relative errors, against F64 sums, of sums of rows of normally distributed numbers. The rows are summed on \
+    the CPU, once in the way of train.combine = `slots` and once in the way of `tree`.\n\n\
+    With --ranks, the command only measures the time in which N ranks send rows to each other. Three stages are timed: the quantization of \
+    rows and their packing into messages, the all-to-all alone, and the unpacking of messages into rows sorted by expert. Each row is sent \
+    to one rank. With skewed splits, rank 0 receives 1.5 times as many rows as with equal splits. Between CPU ranks, rows are copied \
+    through host memory, so the times of CPU ranks say nothing about GPU links; use few rows with CPU ranks.\n\n\
     Examples:\n  \
     nibble bench exchange\n  \
     nibble bench exchange --recipe bf16 --json exchange.json\n  \
@@ -49,8 +51,7 @@ const TOKENS: usize = 8192;
     nibble bench exchange --ranks 2 --device cpu --rows 256 --cols 512 --splits equal"
 )]
 pub struct Args {
-    /// Recipe, which sets number formats: a built-in recipe (see `nibble recipe`) or the path of a TOML
-    /// file.
+    /// Recipe, which sets the number formats: the name of a built-in recipe (`nibble recipe` lists the names) or the path of a TOML file.
     #[arg(long, value_name = "RECIPE", default_value = "mxfp4-hopper")]
     recipe: String,
     #[command(flatten)]

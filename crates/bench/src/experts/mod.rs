@@ -97,11 +97,11 @@ impl Figures {
     }
 }
 
-/// An expert layer on the GPU, forward and backward, under each recipe. Takes about two minutes.
+/// Measures an expert layer on the GPU, forward and backward, under each recipe. The benchmark takes about two minutes.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Measures the layer's time per operation and its saved activations. Without --only, also measures the time that each fused conversion \
-    saves, and the layer sizes from which a recipe is faster than BF16.\n\n\
+    after_help = "Measures the time of each operation of the layer, and the bytes of the layer's saved activations. Without --only, also \
+    measures the time that each fused conversion saves, and the layer sizes from which a recipe is faster than BF16.\n\n\
     Example:\n  \
     nibble bench experts --quick --only V3 --only Qwen3"
 )]

@@ -30,11 +30,12 @@ use nibble_formats::Rounding;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
-/// GPU GEMMs, compared with the GPU's fastest dense GEMMs: back-to-back calls at the power limit, and single calls.
+/// Measures GPU GEMMs, and compares them with the GPU's fastest dense GEMMs. GEMMs are measured in back-to-back calls at the GPU's power
+/// limit, and in single calls.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The floor of a GEMM is the larger of two times: flops / rate of the fastest dense GEMM, and bytes / memory bandwidth. The benchmark takes about three \
-    minutes, with --quick 20 seconds.\n\n\
+    after_help = "The floor of a GEMM is the larger of two times: its flops divided by the flop rate of the fastest dense GEMM, and its \
+    bytes divided by the memory bandwidth. The benchmark takes about three minutes; with --quick, it takes 20 seconds.\n\n\
     Examples:\n  \
     nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
     nibble bench gemm --only \"fprop 4096x7168\" --tune tuned.json"
@@ -46,13 +47,13 @@ pub struct Args {
     /// Measures only short bursts of calls, during which the GPU stays below its power limit.
     #[arg(long)]
     quick: bool,
-    /// Also draws the roofline into this SVG file.
+    /// Also draws a roofline chart of the GEMMs into this SVG file.
     #[arg(long, value_name = "OUT")]
     plot: Option<PathBuf>,
-    /// Searches for faster kernel instances, and writes the fastest instance of each GEMM to this JSON file; measures nothing else. If the
-    /// file already has an instance for a GEMM, only that instance is compared with Nibble's choice. The search takes ten seconds per GEMM,
-    /// or one second with --quick. Only a later --tune reads the file. To use a faster instance, change `TensorCoreConfig::choose`
-    /// in crates/choice/src/products/tensor_cores.rs.
+    /// Searches for the fastest kernel instance of each GEMM, and writes the result to this JSON file; measures nothing else. If the file
+    /// already contains an instance for a GEMM, the search compares only that instance with the instance that Nibble chooses. The search
+    /// takes ten seconds per GEMM, or one second with --quick. Training does not use this file; only a later --tune reads it. To make
+    /// Nibble use a faster instance, change `TensorCoreConfig::choose` in crates/choice/src/products/tensor_cores.rs.
     #[arg(long, value_name = "OUT", conflicts_with = "plot")]
     tune: Option<PathBuf>,
 }

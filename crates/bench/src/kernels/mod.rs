@@ -27,25 +27,27 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use traffic::Traffic;
 
-/// GPU format conversions, compared with memory bandwidth: single calls, with the L2 cache flushed before each call.
+/// Measures GPU format conversions, and compares them with the GPU's memory bandwidth. Calls are measured one at a time, with the L2 cache
+/// flushed before each call.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The floor of a kernel is the least time in which this GPU's memory can move the kernel's bytes, at the copy and fill rates \
-    measured in the same run.\n\n\
+    after_help = "The floor of a kernel is the least time in which this GPU's memory can move the kernel's bytes, at the copy and fill \
+    rates that are measured in the same run.\n\n\
     Example:\n  \
     nibble bench kernels --shapes 32768x7168,4096x7168 --only lift --plot lift.svg"
 )]
 pub struct Args {
-    /// Matrix shapes, as rows × columns. Default: five shapes from published models.
+    /// Matrix shapes to measure, as rows × columns. Default: five shapes from published models.
     #[arg(long, value_name = "ROWSxCOLS", value_delimiter = ',', value_parser = parse_shape)]
     shapes: Vec<MatrixShape>,
-    /// Numbers of groups into which the rows of a matrix are divided unevenly; 0 = one dense matrix.
+    /// Numbers of groups into which the rows of a matrix are divided unevenly. With 0, the matrix is not divided into groups.
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = GROUPS)]
     groups: Vec<usize>,
     /// Measures only kernels whose name contains NAME, ignoring case. This option may be repeated.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Also writes an SVG chart of each kernel's speed, as a share of the fastest possible speed (bytes moved ÷ memory bandwidth).
+    /// Also draws an SVG chart that shows each kernel's floor (the time in which the GPU's memory can move the kernel's bytes) as a
+    /// percentage of the kernel's measured time.
     #[arg(long, value_name = "OUT")]
     plot: Option<PathBuf>,
 }
@@ -75,7 +77,7 @@ pub struct Measured {
     pub kernel: &'static str,
     pub against: &'static str,
     pub shape: MatrixShape,
-    /// Number of groups; 0 stands for dense rows.
+    /// Number of groups; 0 if the rows are not divided into groups.
     pub groups: usize,
     /// The times, or the reason why there are none.
     pub times: Result<Times, String>,
@@ -92,7 +94,7 @@ pub struct Times {
 }
 
 impl Times {
-    /// Floor divided by time, in per cent.
+    /// The kernel's floor as a percentage of its measured time.
     pub fn share(&self) -> f64 {
         100.0 * self.floor_us / self.us
     }

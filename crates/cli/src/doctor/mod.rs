@@ -15,30 +15,31 @@ use nibble_formats::{BlockAxis, Format, ScaleRule};
 use nibble_train::config::DeviceChoice;
 use std::path::Path;
 
-/// Describes this machine and this build
+/// Describes this machine and this build of Nibble
 ///
-/// Prints processor, threads, memory, backends, and the environment variables that are set. --all also prints every variable, format and
-/// recipe.
+/// Prints the processor, its features, the memory, the CPU and GPU backends, and the values of those Nibble environment variables that are
+/// set. --all also prints every environment variable, number format and recipe.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "--warm needs no GPU. --time compiles into a temporary cache. --links uses 128 MiB of memory on each GPU and warns of slow links; \
-    a slow link does not change the exit code.\n\n\
+    after_help = "--warm needs no GPU. --time compiles the kernels into a temporary kernel cache. --links uses 128 MiB of memory on each \
+    GPU and warns of slow links; a slow link does not change the exit code.\n\n\
     Examples:\n  nibble doctor\n  nibble doctor --all\n  nibble doctor --warm\n  nibble doctor --links\n  NIBBLE_ISA=avx2 nibble doctor"
 )]
 pub struct Args {
-    /// Also prints every environment variable, every recipe, and every format with its block length, scale rules and matrix products.
+    /// Also prints every environment variable, every recipe, and every number format with its block length, its scale rules and the way in
+    /// which a GPU multiplies two operands of the format.
     #[arg(long, conflicts_with_all = ["time", "warm", "links"])]
     all: bool,
-    /// Only measures how long the GPU kernels take to compile and load: with an empty kernel cache, and with a full kernel cache.
+    /// Only measures how long the GPU kernels take to compile and load, once with an empty kernel cache and once with a full kernel cache.
     #[arg(long)]
     time: bool,
     /// Only compiles every GPU kernel that is missing from the kernel cache, so that later runs need not compile.
     #[arg(long, conflicts_with = "time")]
     warm: bool,
-    /// Only measures bandwidth and latency between all GPUs of this machine, and names slow links.
+    /// Only measures the bandwidth and the latency between every pair of GPUs of this machine, and names slow links.
     #[arg(long, conflicts_with_all = ["time", "warm"])]
     links: bool,
-    /// Device that --links measures: cuda or auto for links between GPUs, cpu for threads that copy through host memory.
+    /// What --links measures: with cuda or auto, the links between GPUs; with cpu, copies between threads through host memory.
     #[arg(long, requires = "links", value_name = "DEVICE", default_value = "auto")]
     device: DeviceChoice,
     /// Number of ranks between which --links measures. Default: one rank per GPU, or 2 on a CPU.

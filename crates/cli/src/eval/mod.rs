@@ -23,32 +23,38 @@ use std::path::{Path, PathBuf};
     nibble eval runs/tiny/checkpoints/step-00000200\n  \
     nibble eval runs/tiny --recipe bf16      the same weights under another recipe\n  \
     nibble eval runs/shakespeare --set data.source=other.txt\n  \
-    nibble eval my-model --set data.source=book.txt   a folder with a model\n  \
-    nibble eval my-model --task quiz.jsonl     questions with choices instead of held-out data\n  \
+    nibble eval my-model --set data.source=book.txt   the folder of a Hugging Face model\n  \
+    nibble eval my-model --task quiz.jsonl     multiple-choice questions instead of held-out data\n  \
     nibble eval my-model --perplexity book.txt --stride 64\n\n\
-    A task is a file of JSON lines with the keys \"question\", \"choices\" and \"answer\" (the index of the right choice, counted from 0). Each choice is scored after \
-    its question and a space. The BOS token, if there is one, precedes the question; --add-bos-token=false omits the BOS token. `acc` takes the choice with the highest log-likelihood, \
-    `acc_norm` the choice with the highest log-likelihood per character, `acc_bytes` per byte, as lm-evaluation-harness does.\n\n\
-    A perplexity covers all documents of a source. Each document is preceded by the run's data.bos_token, or by data.eos_token if there is no BOS token; \
-    for a model folder, by the tokenizer's bos_token or eos_token. Each pass predicts --stride tokens, with as much of the preceding document as fits \
-    into data.seq_len. For documents longer than data.seq_len, a smaller stride gives each token more context and takes longer.")]
+    Each line of a --task file is a JSON object with the keys \"question\", \"choices\" and \"answer\" (the index of the right choice, \
+    counted from 0). The model scores each choice as the continuation of the question and a space. The tokenizer's BOS token, if any, \
+    precedes the question; --add-bos-token=false omits the BOS token. The metric `acc` picks the choice with the highest log-likelihood, \
+    `acc_norm` the choice with the highest log-likelihood per character, and `acc_bytes` the choice with the highest log-likelihood per \
+    byte, as in lm-evaluation-harness.\n\n\
+    --perplexity computes one perplexity over all documents of SOURCE. For a run, the token data.bos_token precedes each document, or \
+    data.eos_token if the run has no BOS token. For a model folder, the tokenizer's bos_token precedes each document, or its eos_token if \
+    the tokenizer has no bos_token. Each forward pass predicts --stride tokens of a document. The context of these tokens is the \
+    preceding part of the document, as far as the whole fits into data.seq_len tokens. For documents longer than data.seq_len, a smaller \
+    stride gives each predicted token more context, but the computation takes longer.")]
 pub struct Args {
-    /// Directory of a run (its newest undamaged checkpoint is used), of one checkpoint, or of a Hugging Face model.
+    /// Directory of a run, of one checkpoint, or of a Hugging Face model. For a run, Nibble uses the newest undamaged checkpoint.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
-    /// File of multiple-choice questions to score, instead of computing the held-out loss. This option may be repeated.
+    /// Scores the multiple-choice questions in FILE, instead of computing the held-out loss. This option may be repeated.
     #[arg(long = "task", value_name = "FILE")]
     tasks: Vec<PathBuf>,
-    /// File, folder or glob whose perplexity is computed, instead of the held-out loss. This option may be repeated.
+    /// Computes the perplexity of the texts in SOURCE (a file, a folder or a glob), instead of the held-out loss. This option may be
+    /// repeated.
     #[arg(long = "perplexity", value_name = "SOURCE")]
     texts: Vec<String>,
     /// Number of tokens that --perplexity predicts per forward pass, from 1 to data.seq_len. Default: data.seq_len.
     #[arg(long, value_name = "TOKENS", requires = "texts")]
     stride: Option<usize>,
-    /// Whether the tokenizer's BOS token, if any, precedes each question of --task. Default: the run's eval.add_bos_token, or true.
+    /// Whether the tokenizer's BOS token, if any, precedes each question of --task. Default: the value of the configuration key
+    /// eval.add_bos_token, which is true unless the run sets it to false.
     #[arg(long, value_name = "BOOL", requires = "tasks")]
     add_bos_token: Option<bool>,
-    /// Writes the log-likelihood of each choice to this JSON file.
+    /// Also writes the log-likelihood of each choice of each --task question to this JSON file.
     #[arg(long, value_name = "FILE", requires = "tasks")]
     samples: Option<PathBuf>,
     #[command(flatten)]

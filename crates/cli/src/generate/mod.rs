@@ -23,11 +23,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use stopping::StopTexts;
 
-/// Writes text from a checkpoint
+/// Generates text with the model of a checkpoint
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The text depends only on the checkpoint, the options and the kind of device: the same seed gives the same text. With --prompts, each text \
-    is independent of the file's other prompts.\n\n\
+    after_help = "The generated text depends only on the checkpoint, the options and the kind of device (CPU or GPU); the same seed gives \
+    the same text. With --prompts, the completion of a prompt does not depend on the other prompts of the file.\n\n\
     Examples:\n  \
     nibble generate runs/shakespeare --prompt 'ROMEO:' --tokens 400 --temperature 0.8 --top-p 0.95\n  \
     nibble generate my-model --chat --prompt 'What is a nibble?'\n  \
@@ -36,7 +36,7 @@ use stopping::StopTexts;
     nibble generate runs/tiny --temperature 0 --tokens 64"
 )]
 pub struct Args {
-    /// Directory of a run (its newest undamaged checkpoint is used), of one checkpoint, or of a Hugging Face model.
+    /// Directory of a run, of one checkpoint, or of a Hugging Face model. For a run, Nibble uses the newest undamaged checkpoint.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
     #[command(flatten)]
@@ -46,18 +46,18 @@ pub struct Args {
     tokens: usize,
     #[command(flatten)]
     sampling: Sampling,
-    /// Seed of the sampling.
+    /// Seed of the random numbers for sampling.
     #[arg(long, value_name = "S", default_value_t = 0)]
     seed: u64,
     /// Stops generating before TEXT would appear in the output. This option may be repeated.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     stop: Vec<String>,
-    /// Does not stop at end tokens. End tokens are named by `data.eos_token`, the tokenizer, a model's `generation_config.json` or
-    /// `config.json`, and, with --chat, the chat template.
+    /// Continues after an EOS token, instead of stopping there. The EOS tokens come from the key `data.eos_token`, the tokenizer, the
+    /// model's `generation_config.json` or `config.json`, and, with --chat, the chat template.
     #[arg(long)]
     ignore_eos: bool,
-    /// Recipe, which sets number formats: a built-in recipe or the path of a TOML file. Default: the run's recipe, or bf16 for a model
-    /// folder. The recipe's name is printed to standard error.
+    /// Recipe, which sets the number formats: the name of a built-in recipe or the path of a TOML file. Default: the recipe of the run, or
+    /// bf16 for a Hugging Face model. Nibble prints the recipe's name to standard error.
     #[arg(long, value_name = "RECIPE")]
     recipe: Option<String>,
     #[command(flatten)]

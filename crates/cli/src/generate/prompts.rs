@@ -10,19 +10,19 @@ use std::path::{Path, PathBuf};
 /// Options that select the prompts.
 #[derive(Debug, clap::Args)]
 pub struct Prompts {
-    /// Text to continue; the output begins with this text. Default: the BOS or EOS token; a line break if tokens are bytes; `(` for the
-    /// built-in synthetic language.
+    /// Text to continue; the output begins with this text. By default, generation starts from the BOS token, or from the EOS token if there
+    /// is no BOS token; from a line break if tokens are bytes; from `(` in the built-in synthetic language.
     #[arg(long, value_name = "TEXT", conflicts_with = "prompts")]
     prompt: Option<String>,
-    /// Continues each prompt of a file. For each prompt, writes one line of JSON: the prompt, its completion, and why the completion ended
-    /// (`length`, `stop` or `eos`). In FILE.jsonl, each line is an object with the key "prompt" (a text) or "messages" (a conversation). In
-    /// FILE.txt, each line is a prompt.
+    /// Continues each prompt in FILE. For each prompt, prints one line of JSON: the prompt, its completion, and the reason why the
+    /// completion ended (`length`, `stop` or `eos`). In a .jsonl file, each line is a JSON object with the key "prompt" (a text) or
+    /// "messages" (a conversation). In a .txt file, each line is a prompt.
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
-    /// Formats the prompt as a user message with the tokenizer's chat template, and writes the assistant's answer.
+    /// Formats the prompt as a user message with the tokenizer's chat template, and prints only the assistant's answer.
     #[arg(long)]
     chat: bool,
-    /// System message that precedes the user message.
+    /// System message of the conversation, which precedes the user message of --chat.
     #[arg(long, value_name = "TEXT", requires = "chat")]
     system: Option<String>,
 }

@@ -7,13 +7,14 @@ use std::cmp::Ordering;
 /// Sampling options.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Sampling {
-    /// Sampling temperature, by which the logits are divided. With 0, the likeliest token is always taken.
+    /// Sampling temperature: the logits are divided by T. With T = 0, Nibble always picks the likeliest token.
     #[arg(long, value_name = "T", default_value_t = 1.0, allow_negative_numbers = true)]
     temperature: f32,
-    /// Samples only from the K likeliest tokens; 0 = from all tokens.
+    /// Samples only from the K likeliest tokens; with K = 0, samples from all tokens.
     #[arg(long, value_name = "K", default_value_t = 0)]
     top_k: usize,
-    /// Samples from the smallest set of likeliest tokens whose probabilities sum to at least P, after --top-k is applied; 1 = from all tokens.
+    /// Samples only from the smallest set of likeliest tokens whose probabilities sum to at least P. --top-k is applied before --top-p.
+    /// With P = 1, --top-p excludes no token.
     #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
     top_p: f64,
 }

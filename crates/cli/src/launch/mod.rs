@@ -12,36 +12,39 @@ use nibble_train::config::folder_argument;
 use std::path::Path;
 use std::time::Duration;
 
-/// Starts the ranks of a run as processes here, and supervises them
+/// Starts and supervises a run's ranks as processes of this host
 ///
-/// If a rank dies, hangs or fails, all ranks end with one message.
+/// If one rank dies, hangs or fails, all ranks end, and `nibble launch` prints one error message.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Each rank has a GPU, or the ranks share the host's cores and memory. After Ctrl-C, SIGTERM or SIGHUP all ranks finish the current step, \
-    write a checkpoint and end. On several hosts, torchrun, srun or mpirun starts the ranks: see the guide's page on several processes.\n\n\
+    after_help = "On GPUs, each rank has its own GPU; on a CPU, the ranks share the host's cores and memory. After Ctrl-C, SIGTERM or \
+    SIGHUP all ranks finish the current step, \
+    write a checkpoint and end. `nibble launch` starts ranks on one host only; on several hosts, torchrun, srun or mpirun can start the \
+    ranks, as the guide's page \"Several processes\" explains.\n\n\
     Examples:\n  \
     nibble launch --ranks 2 -- train tiny\n  \
     nibble launch --ranks 4 --max-restarts 10 -- train my.toml --set run.dp=2\n  \
     nibble launch --ranks 4 --max-restarts 10 --min-ranks 2 -- train runs/my --resume"
 )]
 pub struct Args {
-    /// Number of ranks, one process each.
+    /// Number of ranks to start; each rank is one process.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
-    /// How many times a failed run is restarted from its newest undamaged checkpoint.
+    /// Maximum number of times that a failed run is restarted from its newest undamaged checkpoint.
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
     /// Restarts a failed run on fewer ranks, but on at least N ranks. Each restart uses the largest proper divisor of the previous
     /// number of ranks.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     min_ranks: Option<u32>,
-    /// Seconds within which all ranks end after a failure. A rank that sends no heartbeat for half of this time counts as failed.
+    /// Number of seconds within which all ranks end after one rank has failed. A rank that sends no heartbeat for half of SECONDS counts
+    /// as failed.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(2..=86_400))]
     deadline: u64,
-    /// Seconds within which all ranks must join.
+    /// Number of seconds within which all ranks must join the run after `nibble launch` has started.
     #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(2..=86_400))]
     join_deadline: u64,
-    /// Command that every rank runs: `train` and the arguments of `train`.
+    /// Command that every rank runs: `train` and its arguments.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<String>,
 }

@@ -31,61 +31,66 @@ use std::collections::{BTreeMap, HashMap};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// Quantizes a safetensors file, or dequantizes it
+/// Quantizes or dequantizes the tensors of a safetensors file
 ///
-/// Converts every F32, BF16 or F16 matrix, and every stack of such matrices, to a block format. With --back, dequantizes a quantized file.
+/// Converts every F32, BF16 or F16 matrix of the file, and every stack of such matrices, to a block format. With --back, dequantizes the
+/// tensors of a file that `nibble quantize` wrote.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Blocks run along rows, run along columns (the buffers are then transposed), or are square. A tensor with three \
-    dimensions is a stack of matrices, which are quantized separately. Tensors that are not matrices of floats, or are \
-    quantized already, are copied. The input file is never modified. Equal inputs give equal output bytes. The command \
-    prints the largest error. Warnings report errors that rounding does not explain: values that become infinite, values larger than \
-    the format's largest number, and values in blocks that are too small for any scale.\n\n\
-    A tensor NAME is stored as these buffers:\n  \
-    NAME.codes         codes, packed from the lowest bit on: two 4-bit codes per byte, four 6-bit codes in\n                     \
-    3 bytes\n  \
-    NAME.scales        the scales of each block: an E8M0 byte (MX, FP8 with a power-of-two rule), an F32 (FP8 with\n                     \
-    amax), an E4M3 byte (nvfp4), 8 bytes (nvfp4-128: an E8M0 byte, then 7 bits per 16 values),\n                     \
-    or 4 bytes (hif4: an E6M2 byte, then one bit per 8 values, then one bit per 4 values).\n                     \
-    e4m3-row and e5m2-row have one scale per row; with --axis col, each column has one scale\n                     \
-    per 128 rows, and all scales of a column are equal\n  \
-    NAME.tensor_scale  one F32 per matrix, which multiplies all blocks of the matrix (nvfp4 with tensor-amax,\n                     \
-    e4m3-tensor, e5m2-tensor)\n\n\
+    after_help = "A block is a part of a row, a part of a column (the code and scale buffers are then transposed), or a square part of a \
+    matrix. A tensor with three dimensions is a stack of matrices; each matrix is quantized separately. Tensors that are not matrices of \
+    floats, and tensors that are already quantized, are copied unchanged. The input file is never modified. Equal input files and equal \
+    options give equal output bytes. The command prints the largest quantization error, and warns of errors that rounding does not \
+    explain: values that become infinite, values larger than the format's largest number, and values in blocks that are too small for any scale.\n\n\
+    Nibble stores a quantized tensor NAME as these buffers:\n  \
+    NAME.codes         codes, packed from the lowest bit on: two 4-bit codes per byte, four 6-bit\n                     \
+    codes per 3 bytes\n  \
+    NAME.scales        the scales of each block:\n                     \
+    MX, and FP8 with a power-of-two rule: an E8M0 byte\n                     \
+    FP8 with amax: an F32\n                     \
+    nvfp4: an E4M3 byte\n                     \
+    nvfp4-128: 8 bytes, an E8M0 byte and then 7 bits per 16 values\n                     \
+    hif4: 4 bytes, an E6M2 byte, then one bit per 8 values, then one bit per\n                     \
+    4 values\n                     \
+    e4m3-row and e5m2-row have one scale per row. With --axis col, each column has\n                     \
+    one scale per 128 rows, and all scales of a column are equal\n  \
+    NAME.tensor_scale  one F32 per matrix, which multiplies all blocks of the matrix (nvfp4 with\n                     \
+    tensor-amax, e4m3-tensor, e5m2-tensor)\n\n\
     Examples:\n  \
     nibble quantize model.safetensors model-mxfp4.safetensors --format mxfp4\n  \
     nibble quantize model.safetensors q.safetensors --format e4m3 --axis tile --scale rceil --only '*.mlp.*'\n  \
     nibble quantize model-mxfp4.safetensors plain.safetensors --back"
 )]
 pub struct Args {
-    /// The safetensors file to read.
+    /// Safetensors file to read.
     input: PathBuf,
-    /// The safetensors file to write.
+    /// Safetensors file to write.
     #[arg(value_name = "OUT")]
     output: PathBuf,
-    /// Block format to convert to.
+    /// Block format to quantize to.
     #[arg(long, required_unless_present = "back", conflicts_with = "back", value_parser = block_format())]
     format: Option<Format>,
-    /// Shape of the blocks: along rows (row), along columns (col), or square (tile). Only e4m3, e5m2, e4m3-tensor, e5m2-tensor and nvfp4
-    /// support square blocks.
+    /// Shape of the blocks: parts of rows (row), parts of columns (col), or squares (tile). Only e4m3, e5m2, e4m3-tensor, e5m2-tensor and
+    /// nvfp4 support square blocks.
     #[arg(long, default_value = "row", conflicts_with = "back")]
     axis: BlockAxis,
-    /// Scale rule: floor, rceil, ceil or even (power-of-two scales), amax, tensor-amax or cann. The default depends on the format;
-    /// `nibble doctor --all` lists each format's rules.
+    /// Rule that computes the scales: floor, rceil, ceil or even (which give power-of-two scales), amax, tensor-amax or cann. The default
+    /// depends on the format; `nibble doctor --all` lists the rules of each format, the default rule first.
     #[arg(long, value_name = "RULE", conflicts_with = "back")]
     scale: Option<ScaleRule>,
     #[command(flatten)]
     scaling: ScalingArgs,
-    /// Rounding: nearest-even, nearest-away, stochastic, or dither:DELTA.
+    /// How values are rounded to codes: nearest-even, nearest-away, stochastic, or dither:DELTA.
     /// Default: nearest-away for hif4, nearest-even for all other formats.
     #[arg(long, value_name = "ROUNDING", conflicts_with = "back")]
     round: Option<Rounding>,
-    /// Seed of stochastic and dither rounding. The random bits depend on the seed and on the tensor's name.
+    /// Seed of the random bits for stochastic and dither rounding. The random bits depend on the seed and on the tensor's name.
     #[arg(long, default_value_t = 0, conflicts_with = "back")]
     seed: u64,
-    /// Quantizes only tensors whose name matches one of these globs (`*` and `?`).
+    /// Quantizes only tensors whose names match GLOB, which may contain `*` and `?`. This option may be repeated.
     #[arg(long, value_name = "GLOB", conflicts_with = "back")]
     only: Vec<String>,
-    /// Dequantizes the quantized tensors to their original type.
+    /// Dequantizes the quantized tensors of INPUT to their original types.
     #[arg(long)]
     back: bool,
     #[command(flatten)]
@@ -94,21 +99,25 @@ pub struct Args {
     device: DeviceArg,
 }
 
-/// Scaling options besides the scale rule; refused if the format has no such choice.
+/// Scaling options besides the scale rule. An option is refused if the format does not have this choice.
 #[derive(Debug, clap::Args)]
 struct ScalingArgs {
-    /// Chooses block and tensor scales as if the largest magnitude were FACTOR times larger. FACTOR is 1 to 2, in steps of 1/16.
+    /// Computes each scale as if the largest magnitude of the block or tensor were FACTOR times as large. FACTOR is a multiple of 1/16 from
+    /// 1 to 2.
     #[arg(long, value_name = "FACTOR", conflicts_with = "back", value_parser = headroom)]
     headroom: Option<Headroom>,
-    /// Magnitudes, in units of the block's scale, from which the scale of an eighth or a sixteenth of a block is doubled: 4,2 or 3.5,1.75
-    /// (hif4 only).
+    /// Two thresholds for magnitudes, in units of the block's scale: 4,2 or 3.5,1.75 (hif4 only). For an eighth of a block, the scale is
+    /// doubled if a magnitude in the eighth reaches the first threshold. For a sixteenth of a block, the scale is doubled additionally if a
+    /// magnitude in the sixteenth reaches the first threshold (in an eighth with a doubled scale) or the second threshold (in any other
+    /// eighth).
     #[arg(long, value_name = "TWO", conflicts_with = "back")]
     thresholds: Option<Thresholds>,
-    /// Code to which a block's largest magnitude is mapped (nvfp4 only). 6: always to 6. 4/6-mse and 4/6-mae: to 4 or 6, whichever gives
-    /// the smaller squared or absolute error.
+    /// E2M1 number to which the scale maps a block's largest magnitude (nvfp4 only): 6 = always 6; 4/6-mse = 4 or 6, whichever gives the
+    /// block the smaller squared error; 4/6-mae = 4 or 6, whichever gives the block the smaller absolute error.
     #[arg(long, conflicts_with = "back")]
     candidates: Option<Candidates>,
-    /// Type of the per-tensor scale (nvfp4 with tensor-amax only): tensor (F32), or power (rounded up to a power of two).
+    /// Type of the per-tensor scale (nvfp4 with tensor-amax only): tensor (any F32 number), or power (that number rounded up to a power of
+    /// two).
     #[arg(long, conflicts_with = "back")]
     outer: Option<Outer>,
 }

@@ -22,10 +22,11 @@ const SIZES: &str = "s";
 const SHORTENED: &str = "a transform that does not divide the numbers that fprop or dgrad of a layer contracts is shortened there, to the longest of \
                          64, 32 and 16 that does; if none does, it is left out there; a run says so at its start";
 
-/// Lists the recipes, or explains one
+/// Lists the built-in recipes, or explains one recipe
 ///
-/// Prints the format, block axis, scale rule, rounding and source of every operand. --all also prints every conversion in a layer of each
-/// kind, for each part of a run in which the conversions differ.
+/// For the recipe NAME_OR_FILE, prints the format, block axis, scale rule and rounding of every GEMM operand, and the tensor from which the
+/// operand is converted. --all also prints every conversion in one layer of each kind. If the conversions change during a run, --all prints
+/// them for each range of steps.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble recipe\n  \
@@ -36,23 +37,23 @@ const SHORTENED: &str = "a transform that does not divide the numbers that fprop
     nibble recipe runs/tiny --trace\n  \
     nibble recipe hif4 --cost llama-3-8b")]
 pub struct Args {
-    /// A built-in recipe, the path of a TOML file, or the directory of a run, whose recipe is explained.
+    /// What to explain: a built-in recipe, a recipe's TOML file, or a run's directory (explains that run's recipe).
     #[arg(value_name = "NAME_OR_FILE")]
     recipe: Option<String>,
-    /// Lists the recipes for ablations of a format or of a technique, instead of the recipes for training.
+    /// Lists the recipes for ablation studies of a format or of a technique, instead of the recipes for training.
     #[arg(long, conflicts_with_all = ["recipe", "all", "trace", "cost"])]
     studies: bool,
-    /// Also prints every conversion, the saved activations, operands that are converted from quantized tensors, and all settings of
-    /// overrides. With --cost, also prints the figures that the HiFloat4 study published.
+    /// Also prints every conversion, the saved activations, the operands that are converted from quantized tensors, and all settings of the
+    /// recipe's overrides. With --cost, also prints the published costs of other recipes from the HiFloat4 study.
     #[arg(long, requires = "recipe")]
     all: bool,
-    /// Like --all, but runs the layers and prints the operations that ran. Also prints the layers' matrix products with operands, scales
-    /// and kernels, and the products that a GPU would not compute on tensor cores. For a run, names the sites whose values became zero or
-    /// saturated, if the run measured quantization.
+    /// Like --all, but runs one layer of each kind and prints the conversions that ran. Also prints each layer's GEMMs with their operands,
+    /// scales and kernels, and lists the GEMMs that a GPU would not compute on tensor cores. For a run that measured quantization
+    /// (train.quantization_every), also names the tensors of which many values became zero or saturated.
     #[arg(long, requires = "recipe")]
     trace: bool,
-    /// Prints only the cost of a training step of CONFIG under the recipe: the share of multiply-adds per kind of layer and code width, and
-    /// the work outside matrix products. Default of CONFIG: tiny.
+    /// Prints only the cost of a training step of the configuration CONFIG under the recipe: the percentage of multiply-adds per kind of
+    /// layer and code width, and the work outside GEMMs. --cost without CONFIG uses the configuration tiny.
     #[arg(long, value_name = "CONFIG", num_args = 0..=1, default_missing_value = "tiny", requires = "recipe", conflicts_with = "trace")]
     cost: Option<String>,
 }

@@ -20,22 +20,22 @@ use nibble_train::plan;
 use nibble_train::trainer::{LAYERS_FILE, MEMORY_FILE, RANKS_FILE};
 use std::path::{Path, PathBuf};
 
-/// Writes a run's report, one HTML file
+/// Writes a report of a run as one HTML file
 ///
 /// The report shows the run's losses, speed, expert load, memory, precisions and warnings.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The report needs no network and no other file. The run may still be in progress.\n\n\
+    after_help = "A browser shows the HTML file without a network connection and without other files. The run may still be in progress.\n\n\
     Examples:\n  \
     nibble report runs/tiny\n  \
     nibble report runs/tiny --out tiny.html"
 )]
 pub struct Args {
-    /// Directory of the run.
+    /// Directory of the run to report.
     #[arg(value_name = "RUN")]
     dir: PathBuf,
-    /// HTML file to write. Default: report.html in the run's directory, where an existing report is replaced. With --out, an existing
-    /// file is replaced only if the file is a report of this run.
+    /// HTML file to write. Default: report.html in the run's directory; an existing report.html is replaced. With --out but without
+    /// --force, an existing file is replaced only if the file is a report of the same run.
     #[arg(long, value_name = "OUT")]
     out: Option<PathBuf>,
     #[command(flatten)]

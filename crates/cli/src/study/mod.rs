@@ -13,10 +13,11 @@ use runs::{Deadline, Runner, pause};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Trains recipes over seeds and compares their losses
+/// Trains models with several recipes and seeds; compares the losses
 ///
-/// Reports paired differences from a baseline, with 95 % confidence intervals. Each finished run writes a row (a JSON file) to DIR/rows. A
-/// study may be stopped at any time and continued, also by several processes or GPUs at once. Interruptions do not change the tables.
+/// Compares the loss of each recipe with the loss of a baseline recipe under the same seed, and reports the differences with 95 %
+/// confidence intervals. Each finished run writes one row, a JSON file, to DIR/rows. A study may be stopped at any time and continued by
+/// another call; several processes or GPUs may work on one study at the same time. Interruptions do not change the tables.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble study formats.toml --plan\n  \
@@ -24,31 +25,33 @@ use std::time::Duration;
     nibble study formats.toml --device cuda:1\n  \
     nibble study formats.toml --tables")]
 pub struct Args {
-    /// The study: a TOML file with recipes, a baseline, configurations and seeds.
+    /// TOML file that describes the study: recipes, the baseline recipe, configurations and seeds.
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Folder of the rows and tables. Default: the path FILE without the file name's extension.
+    /// Folder to which the study's rows and tables are written. Default: the path FILE without its extension.
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Ends after TIME (such as 90s, 12m or 2h): stops the current run, which the next call resumes, and starts no other run.
+    /// Ends after TIME (such as 90s, 12m or 2h): stops the current run and starts no other run. The next call resumes the stopped run.
     #[arg(long = "for", value_name = "TIME", value_parser = duration)]
     time: Option<Duration>,
-    /// Device of the runs: a value of `run.device`, such as cuda:0.
+    /// Device on which the runs train: a value of the configuration key `run.device`, such as cuda:0.
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
-    /// Only prints the number of runs, their expected time, and the smallest difference that the seeds can resolve; trains nothing.
+    /// Only prints the number of runs, their expected time, and the smallest loss difference that the study can detect with its number of
+    /// seeds; trains nothing.
     #[arg(long, conflicts_with_all = ["time", "tables", "retry"])]
     plan: bool,
-    /// Only writes the tables from existing rows; trains nothing.
+    /// Only writes the tables, from the rows of finished runs; trains nothing.
     #[arg(long, conflicts_with_all = ["time", "retry"])]
     tables: bool,
-    /// Repeats failed runs. Diverged runs are results, and are not repeated.
+    /// Repeats failed runs. A run whose loss diverged counts as a result, and is not repeated.
     #[arg(long)]
     retry: bool,
-    /// Commit of this program, which is written to each row.
+    /// Git commit of this program, which the study records in each row.
     #[arg(long, value_name = "COMMIT", default_value = "")]
     commit: String,
-    /// Standard deviation of paired differences in per cent, measured in a pilot study. --plan uses this value while the study has no rows.
+    /// Standard deviation, over the seeds of a pilot study, of the loss difference 100 · (recipe / baseline − 1), in per cent. --plan uses
+    /// SD until the rows of the study itself give a standard deviation.
     #[arg(long, value_name = "SD")]
     pilot_sd: Option<f64>,
     #[command(flatten)]
@@ -107,7 +110,8 @@ fn work(args: &Args, study: &Study, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Runs a cell and writes its row; false if the run was stopped. Checkpoints of finished runs are removed: those of a trunk with its last branch.
+/// Runs a cell and writes its row; false if the run was stopped. Checkpoints of finished runs are removed: those of a trunk with its last
+/// branch.
 fn run_cell(runner: &Runner<'_>, queue: &Queue, claim: Claim) -> Result<bool> {
     let cell = claim.cell().clone();
     let from = match cell.trunk().and_then(|trunk| queue.cell(trunk)) {
@@ -183,7 +187,8 @@ fn duration(text: &str) -> std::result::Result<Duration, String> {
     Duration::try_from_secs_f64(number * seconds).map_err(|_| "time out of range".into())
 }
 
-/// The settings of a cell's run: those of the study, the seed, the perturbed learning rate of a noise-floor run, and for a branch the checkpoint of its trunk.
+/// The settings of a cell's run: those of the study, the seed, the perturbed learning rate of a noise-floor run, and for a branch the
+/// checkpoint of its trunk.
 fn settings(cell: &Cell, lr: f64, from: Option<&Path>) -> Vec<String> {
     let mut settings = cell.settings.clone();
     settings.push(format!("seed={}", cell.seed));

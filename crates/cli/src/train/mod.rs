@@ -29,13 +29,15 @@ use std::sync::atomic::Ordering;
 
 /// Trains a model, or resumes a run
 ///
-/// Without arguments, trains a small mixture-of-experts model on the built-in language, whose entropy is known.
+/// Without arguments, trains a small mixture-of-experts model on text in a built-in synthetic language of known entropy.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "A run writes checkpoints, metrics.jsonl, the same metrics for TensorBoard, layers.jsonl, config.toml, recipe.toml and loss.svg \
-    to the run's directory: runs/NAME, or the next free runs/NAME-2, runs/NAME-3 ... `nibble report` shows a run as an HTML page. A killed run \
-    loses at most the steps since the last checkpoint; a run stopped by Ctrl-C, SIGTERM or SIGHUP loses no step. --resume continues a run; the \
-    final weights are bit-identical to those of an uninterrupted run. A second signal after 3 seconds, or a third signal, ends the run at once.\n\n\
+    after_help = "A run writes checkpoints, metrics.jsonl, the same metrics for TensorBoard, layers.jsonl, config.toml, recipe.toml and \
+    loss.svg to its directory. By default, the directory is runs/NAME (NAME is the configuration's name), or, if runs/NAME is taken, the next free \
+    one of runs/NAME-2, runs/NAME-3 and so on. `nibble report` writes an HTML report of a run. A killed run loses at most the steps since \
+    its last checkpoint; a run stopped by Ctrl-C, SIGTERM or SIGHUP loses no step. --resume continues a run; the final weights are \
+    bit-identical to those of an uninterrupted run. A second signal more than 3 seconds after the first signal, or a third signal, ends \
+    the run at once.\n\n\
     Examples:\n  \
     nibble train\n  \
     nibble train tiny --recipe bf16 --set train.steps=1000\n  \
@@ -51,40 +53,43 @@ use std::sync::atomic::Ordering;
     nibble train runs/tiny --resume --set train.steps=600"
 )]
 pub struct Args {
-    /// A built-in configuration or the path of a TOML file; with --resume, also the directory of a run. Small configurations: tiny,
-    /// tiny-dense, shakespeare, and a small model of each family, such as deepseek-v3-tiny. Configurations for a GPU: s, olmoe, qwen30b-4l,
-    /// dense1b, dsv2-lite-8l, dsv3-1l. Configurations for --dry-run: published models, such as deepseek-v2-lite. The error for an unknown name lists all
-    /// configurations. The config.toml of a run starts a new run with the same configuration.
+    /// Configuration of the run: the name of a built-in configuration or the path of a TOML file; with --resume, also the directory of a
+    /// run. Small built-in configurations are tiny, tiny-dense, shakespeare, and one configuration per model family, such as
+    /// deepseek-v3-tiny. Built-in configurations for a GPU are s, olmoe, qwen30b-4l, dense1b, dsv2-lite-8l and dsv3-1l. Built-in configurations for
+    /// --dry-run are the published models, such as deepseek-v2-lite. The error message for an unknown name lists all built-in
+    /// configurations. If CONFIG is the config.toml of an earlier run, starts a new run with the same configuration.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
     #[command(flatten)]
     changes: Changes,
-    /// Starts from the weights of a Hugging Face model folder (config.json and safetensors). The folder sets the keys of `[model]`, except
-    /// the keys of auxiliary losses and max_positions; CONFIG sets all other keys. With --resume, resumes the run that was started from
-    /// FOLDER.
+    /// Starts training from the weights of a Hugging Face model. FOLDER contains the model's config.json and safetensors files. FOLDER sets
+    /// the keys of `[model]`, except max_positions and the keys of auxiliary losses; CONFIG sets the configuration keys that FOLDER does
+    /// not set. With --resume, resumes the run that was started from FOLDER.
     #[arg(long, value_name = "FOLDER", conflicts_with = "init_from")]
     from: Option<PathBuf>,
-    /// Starts a new run with a new optimizer state from the weights of one checkpoint, or of the newest undamaged checkpoint of another
-    /// run. With --resume, resumes the run that was started from RUN.
+    /// Starts a new run, with a new optimizer state, from the weights of another run. RUN is the directory of one checkpoint, or of a run;
+    /// for a run, Nibble uses the newest undamaged checkpoint. With --resume, resumes the run that was started from RUN.
     #[arg(long, value_name = "RUN")]
     init_from: Option<PathBuf>,
-    /// Resumes from the newest undamaged checkpoint of the latest run with this configuration, or of the run in the directory CONFIG. Only
-    /// three settings that affect results may change: train.steps may grow, and train.combine and train.expert_shards may be set
-    /// explicitly.
+    /// Resumes the run in the directory CONFIG, or the latest run of the configuration CONFIG, from the run's newest undamaged checkpoint.
+    /// Of the settings that affect results, only three may change: train.steps may grow, and train.combine and train.expert_shards may be
+    /// set explicitly.
     #[arg(long)]
     resume: bool,
-    /// Stops after step STEP and writes a checkpoint. The learning-rate schedule remains that of train.steps. --resume continues the run.
+    /// Stops after step STEP and writes a checkpoint. The learning-rate schedule remains the schedule of a run of train.steps steps.
+    /// --resume continues the run.
     #[arg(long, value_name = "STEP", conflicts_with = "dry_run", value_parser = clap::value_parser!(u64).range(1..))]
     until: Option<u64>,
-    /// Prints configuration, parameter count and predicted memory, and exits without allocating weights or writing files. The prediction is
-    /// for the device that the run would use. --dry-run=gpu predicts the memory of a GPU, also on a host without a GPU.
+    /// Prints the configuration, the parameter count and the predicted memory, and exits without allocating weights or writing files.
+    /// --dry-run predicts the memory use for the device on which the run would train. --dry-run=gpu predicts the memory use for a GPU, even
+    /// on a host without a GPU.
     #[arg(long, value_name = "WHERE", num_args = 0..=1, require_equals = true, default_missing_value = "device")]
     dry_run: Option<DryRunOn>,
-    /// With --dry-run, finds the value of train.recompute that repeats the least work and fits this many bytes of one device, such as 80GB
-    /// (10^9 bytes) or 74.5GiB (2^30 bytes); prints it and the prediction with it.
+    /// With --dry-run, finds the value of train.recompute that recomputes the least and whose predicted memory fits SIZE bytes per device,
+    /// such as 80GB (10^9 bytes each) or 74.5GiB (2^30 bytes each); prints the value and its prediction.
     #[arg(long, value_name = "SIZE", requires = "dry_run", value_parser = parse_size)]
     fit: Option<usize>,
-    /// Before the first step, measures the links between the run's ranks and names slow links.
+    /// Before the first step, measures bandwidth and latency between the run's ranks, and names slow links.
     #[arg(long, conflicts_with = "dry_run")]
     check_links: bool,
     /// Prints the SHA-256 of the weights after the last step; equal digests mean bit-identical weights.
@@ -126,9 +131,9 @@ pub fn require_launchable(args: &Args) -> Result<()> {
 /// The device whose memory a dry run predicts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum DryRunOn {
-    /// The device that the run would use, which must exist.
+    /// Predicts the memory use for the device on which the run would train; this device must exist.
     Device,
-    /// A GPU, which need not exist on this host.
+    /// Predicts the memory use for a GPU; the host need not have a GPU.
     Gpu,
 }
 

@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 /// The option `--force`.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct Force {
-    /// Replaces existing output files, even if another program wrote them. Input files and the files of a run are never replaced.
+    /// Replaces existing output files, even files that another program wrote. Input files and the files of a run are never replaced.
     #[arg(long, global = true)]
     pub force: bool,
 }

@@ -69,10 +69,11 @@ impl Beginning {
         self.alone.len()
     }
 
-    /// The ids of a text and its continuation as one request. The request contains the ids of the text alone, then the remaining ids of
-    /// text and continuation together, after as many ids as the text alone has. If a token crosses the end of the text, these ids differ
-    /// from the ids of text and continuation together. Trailing spaces of the text belong to the continuation. An empty text is replaced by
-    /// the tokens before a text.
+    /// The ids of a text and its continuation as one request. Two texts are tokenized: the text alone, and the concatenation of text and
+    /// continuation. If the text alone has n ids, the request contains these n ids, and then the ids of the concatenation from index n on.
+    /// If one token of the concatenation contains both the end of the text and the start of the continuation, the ids of the request differ
+    /// from the ids of the concatenation. Trailing spaces of the text belong to the continuation. An empty text is replaced by the tokens
+    /// before a text.
     ///
     /// The rules are those of lm-evaluation-harness's `loglikelihood` and `_encode_pair`.
     ///

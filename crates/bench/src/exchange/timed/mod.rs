@@ -26,23 +26,24 @@ const NVLINK4: f64 = 450e9;
 /// The options of a timed exchange between ranks.
 #[derive(Debug, clap::Args)]
 pub struct TimedArgs {
-    /// Measures the time of the all-to-all between N ranks; N must be a power of two. Each rank has its own GPU, or a share
-    /// of the CPU's threads.
+    /// Measures the time of the all-to-all between N ranks, instead of its bytes and rounding errors. N must be a power of two. Each rank
+    /// has its own GPU, or a share of the CPU's threads.
     #[arg(long, value_name = "N", conflicts_with = "recipe")]
     ranks: Option<usize>,
-    /// Device of the ranks: cpu, cuda, or auto (one Hopper GPU per rank if enough GPUs are usable, otherwise the CPU).
+    /// Device on which the ranks compute: cpu, cuda, or auto (one Hopper GPU per rank if enough GPUs are usable, otherwise the CPU).
     #[arg(long, value_name = "DEVICE", requires = "ranks")]
     device: Option<DeviceChoice>,
-    /// Number of rows that each rank sends: a multiple of twice the number of ranks.
+    /// Number of rows that each rank sends, a multiple of twice the number of ranks. If several numbers of rows are given, each number is
+    /// measured.
     #[arg(long, value_name = "N", value_delimiter = ',', requires = "ranks", default_values_t = [4096, 32768])]
     rows: Vec<usize>,
-    /// Number of columns of each row: a multiple of 128.
+    /// Number of columns of each row, a multiple of 128. If several numbers of columns are given, each number is measured.
     #[arg(long, value_name = "N", value_delimiter = ',', requires = "ranks", default_values_t = [7168, 2048])]
     cols: Vec<usize>,
-    /// How the sent rows are divided among the receiving ranks.
+    /// How the sent rows are divided among the receiving ranks. If several values of SPLIT are given, each value is measured.
     #[arg(long, value_name = "SPLIT", value_delimiter = ',', requires = "ranks", default_values = ["equal", "skewed"])]
     splits: Vec<Splits>,
-    /// Duration of a measured window, in milliseconds; each printed time is the median of five windows.
+    /// Duration of a measurement, in milliseconds; each printed time is the median of five measurements.
     #[arg(long, value_name = "MS", requires = "ranks", default_value_t = 60.0, value_parser = milliseconds)]
     window_ms: f64,
 }

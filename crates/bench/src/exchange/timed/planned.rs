@@ -22,7 +22,7 @@ const PLACE: TensorName<'static> = TensorName { layer: "bench", tensor: "x", lin
 pub enum Splits {
     /// Each rank receives the same number of rows.
     Equal,
-    /// Rank 0 receives 1.5 times an equal share; the other ranks divide the remaining rows.
+    /// Rank 0 receives 1.5 times as many rows as under `equal`; the other ranks divide the remaining rows evenly.
     Skewed,
 }
 

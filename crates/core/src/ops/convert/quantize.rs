@@ -130,7 +130,7 @@ pub struct Emitted<B: Backend> {
     pub rows: Option<Operand<B>>,
     /// The `Col` tensor, or the tiles of the transposed matrix (then a `Tile` tensor).
     pub cols: Option<Operand<B>>,
-    /// Counts, if anything was quantized.
+    /// The counts of the conversion; `None` if the result is not quantized.
     pub counts: Option<Counts<B>>,
     /// Largest magnitudes and numbers of saturated values, under delayed scaling ([`Quantize::delayed`]).
     pub found: Option<Found<B>>,
@@ -259,20 +259,20 @@ impl<B: Backend> Found<B> {
     pub const VALUES: usize = 1;
 }
 
-/// Quantizes a matrix `[rows, cols]`. A row or column that ends inside a block is extended by zeros, so the scale of such a block
-/// depends only on its values.
+/// Quantizes a matrix `[rows, cols]`. A row or column that ends inside a block is extended by zeros, so the scale of such a block depends
+/// only on its values.
 ///
-/// With `groups`, the rows are those of several groups: column blocks start at each group's start, rows past a group's length read as zero,
-/// and padding is not counted.
+/// With `groups`, the matrix contains the rows of several groups. In each group, column blocks start at the group's first row. Rows past a
+/// group's length are padding: they are quantized as zeros, and the counts do not include them.
 ///
 /// With `hadamard`, the values are first transformed along the contraction: along the rows, or down the columns from each group's start.
 /// Rows missing from a group's last transform block read as +0. The transform turns these zeros into ordinary values, whose stochastic
 /// rounding uses the random bits of row id 0 (without groups, the bits of their position). Codes past the last transform block are 0.
 ///
 /// With `delayed`, the scale of a span is computed by [`Codec::for_tensor`] from the magnitude that the span's record expects. If the
-/// expected magnitude is 0, the span is measured, as without `delayed`. Values above the expected magnitude saturate. A block with a NaN or
-/// an infinity gets zero codes and is counted, and the stored scale of its span is NaN. Other blocks of the span are still encoded, since a
-/// single pass does not know of a NaN elsewhere.
+/// expected magnitude is 0, the scale is computed from the span's own largest magnitude, as without `delayed`. Values above the expected
+/// magnitude saturate. A block with a NaN or an infinity gets zero codes and is counted, and the stored scale of its span is NaN. Other
+/// blocks of the span are still encoded, since a single pass does not know of a NaN elsewhere.
 ///
 /// With `only_for`, a backend may write, in place of codes, the numbers that products multiply ([`BlockScaled::taken`]). A product would
 /// compute exactly the same numbers from the codes. The counts do not change. Only products of the given numbers may read the result. The

@@ -3,10 +3,11 @@
 // grouped_bf16_scaled: computes the same as grouped_bf16, but sums are multiplied by a_scale · b_scale before they are rounded or
 //   added. a_scale and b_scale are the operands' tensor scales (F32; null: 1), and the arithmetic is that of scale_sums.cuh. kRows:
 //   a_scale[row of A] and b_scale[row of B]; kContraction: both at the group's first row.
-// kRagged::kRows (fprop, dgrad): as in grouped_fp8_block.cuh; A [rows][k], B [groups · n][k], k % 8 == 0. Groups may start at any row.
+// kRagged::kRows (fprop, dgrad): A is [rows][k] and B is [groups · n][k], with k % 8 == 0. Groups divide the rows of A, B and D as in
+//   grouped_fp8_block.cuh, except that a group may start at any row.
 // kRagged::kContraction (wgrad): D is a stack of matrices [m][n], one per group; A [rows][m] and B [rows][n] are multiplied over rows
 //   start[g] .. start[g] + len[g], whatever the following rows contain; m, n % 8 == 0. An empty group gives zeros.
-// D  BF16 (n % 8 == 0) or F32 (n % 4 == 0); kAdds: added to the old D.
+// D is BF16 (n % 8 == 0) or F32 (n % 4 == 0). With kAdds, the product is added to the old D.
 // The tensor cores' F32 accumulators sum in order of k.
 //
 // Grid, CTA, ring and waves are as in grouped_fp8_block.cuh, but without scales; a stage has 64 elements of k.
