@@ -250,6 +250,11 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         Ok(Self { context, model, buffers, cx })
     }
 
+    /// Measures the quantization of all layers, if the record has cells for measurements.
+    pub fn measure_all(&mut self) {
+        self.cx.measures = self.buffers.layout.measures.then_some(LayerSample::ALL);
+    }
+
     /// Returns the objects of the context to the buffers.
     pub fn end(self) {
         let Cx { shards, clock, counted, delayed, .. } = self.cx;
