@@ -16,8 +16,8 @@ use record::{Recorded, is_same};
 use sequences::Sequence;
 use serde_json::{Value, json};
 use std::path::PathBuf;
-use verdict::{Blame, Culprit, Tries, Verdict, culprits};
-use weights::{Suspect, suspects};
+use verdict::{Blame, Culprit, Tries, Verdict, culprits, stands_out};
+use weights::{Suspect, differing, suspects};
 
 /// Finds the cause of a loss spike or a NaN of a run
 ///
@@ -42,6 +42,9 @@ pub struct Args {
     /// Batches of neighbouring steps that are compared with the step's own.
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
     batches: u64,
+    /// If the weights are to blame: also trains from the checkpoint before to the step, and says whether training alone leads to them.
+    #[arg(long)]
+    retrace: bool,
     /// Writes all numbers to this JSON file.
     #[arg(long, value_name = "OUT")]
     out: Option<PathBuf>,
@@ -79,6 +82,16 @@ struct Replaying<'a> {
     overrides: &'a [String],
 }
 
+/// What stands out in the weights before the step.
+#[derive(Default)]
+struct Weights {
+    suspects: Vec<Suspect>,
+    /// Whether the batch stood out under the weights of the checkpoint before; `None` if that was not asked.
+    stood_out: Option<bool>,
+    /// Whether training from an earlier state leads to them; `None` if it was not asked for.
+    follows: Option<bool>,
+}
+
 /// The state before the step, and the steps that lead to it.
 struct Reached<'a, B: Device> {
     trainer: Trainer<'a, B>,
@@ -104,14 +117,23 @@ impl Work for Replaying<'_> {
         in_bf16.set_weights(&state, step - 1)?;
         let (bf16, bf16_others) = self.tries(&mut in_bf16, &others)?;
         let tries = Tries { recipe, bf16, recipe_others, bf16_others };
-        let verdict = Verdict::of(&tries, recorded.before(*step));
+        let mut verdict = Verdict::of(&tries, recorded.before(*step));
+        let mut weights = Weights::default();
+        if verdict.blame == Blame::Data {
+            weights.stood_out = self.stood_out(on, &mut in_bf16, &others)?;
+            // The earlier weights must not stay in the trainer, whose losses are told below.
+            in_bf16.set_weights(&state, step - 1)?;
+            if weights.stood_out == Some(false) {
+                verdict.blame = Blame::Weights;
+            }
+        }
         let reproduced = recorded.agrees(*step, &tries.recipe);
 
         say!("state before step {step}: {}, and {steps} steps from there", origin.describe());
         say!("{}", self.told_of_record(reproduced, deviates, device));
         table(&tries, &verdict, &origin.recipe.name);
         say!("to blame: {}", verdict.blame.explained());
-        let (mut sequences, mut sites, mut values) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut sequences, mut sites) = (Vec::new(), Vec::new());
         match verdict.blame {
             Blame::None => {}
             Blame::Data => {
@@ -120,14 +142,14 @@ impl Work for Replaying<'_> {
             }
             Blame::Weights => {
                 drop(in_bf16);
-                values = self.suspects(on, &state)?;
+                self.suspects(on, &state, &mut weights)?;
             }
             Blame::Format => {
                 sites = culprits(&tries);
                 sites.iter().for_each(|culprit| say!("  {}", told_of_site(culprit)));
             }
         }
-        Ok(self.figures((&tries, &verdict), (reproduced, deviates), (sequences, sites, values), device))
+        Ok(self.figures((&tries, &verdict), (reproduced, deviates), (sequences, sites, weights), device))
     }
 }
 
@@ -208,19 +230,50 @@ impl Replaying<'_> {
         }
     }
 
-    /// The weights that stand out against the state before that of the origin.
-    fn suspects<B: Device>(&self, on: &On<'_, B>, now: &[(String, Vec<f32>)]) -> Result<Vec<Suspect>> {
-        let earlier = match self.origin.step() {
-            Some(step) if step > 0 => Origin::find(&self.args.dir, step - 1, self.overrides)?,
-            _ => Origin::find(&self.args.dir, 0, self.overrides)?,
-        };
+    /// The state before that of the origin.
+    fn earlier(&self) -> Result<Origin> {
+        let last = self.origin.step().map_or(0, |step| step.saturating_sub(1));
+        Origin::find(&self.args.dir, last, self.overrides)
+    }
+
+    /// Whether the step's batch stood out under earlier weights, which the trainer gets. `None` if there is no earlier checkpoint: random weights
+    /// predict all batches alike.
+    fn stood_out<B: Device>(
+        &self,
+        on: &On<'_, B>,
+        in_bf16: &mut Trainer<'_, B>,
+        others: &[u64],
+    ) -> Result<Option<bool>> {
+        let earlier = self.earlier()?;
+        if earlier.step().is_none() {
+            return Ok(None);
+        }
+        in_bf16.set_weights(&earlier.weights(on)?, self.step - 1)?;
+        let (own, others) = self.tries(in_bf16, others)?;
+        Ok(Some(stands_out(&own, &others)))
+    }
+
+    /// The weights that stand out against an earlier state, and, if it is asked for, whether training leads to them.
+    fn suspects<B: Device>(
+        &self,
+        on: &On<'_, B>,
+        now: &[(String, Vec<f32>)],
+        weights: &mut Weights,
+    ) -> Result<()> {
+        let earlier = self.earlier()?;
+        match weights.stood_out {
+            Some(_) => say!(
+                "  at the {} the batch is in order: the weights have become unstable since, and fail on this batch",
+                earlier.describe()
+            ),
+            None => say!("  most of the other batches are out of order as well"),
+        }
         let found = suspects(now, &earlier.weights(on)?);
         for Suspect { name, index, now, earlier: before, bit, non_finite, .. } in found.iter().take(NAMED) {
             let bit = bit.map_or_else(String::new, |bit| format!(": bit {bit} is flipped"));
-            let count = if *non_finite > 1 {
-                format!(" ({non_finite} values are not finite)")
-            } else {
-                String::new()
+            let count = match non_finite {
+                0 | 1 => String::new(),
+                count => format!(" ({count} values are not finite)"),
             };
             say!(
                 "  {name}: value {index} is {now}, and was {before:e} at the {}{bit}{count}",
@@ -233,14 +286,44 @@ impl Replaying<'_> {
                 earlier.describe()
             );
         }
-        Ok(found)
+        weights.suspects = found;
+        if self.args.retrace {
+            weights.follows = Some(self.retrace(on, &earlier, now)?);
+        }
+        Ok(())
+    }
+
+    /// Whether training from an earlier state leads to these weights, bit for bit. A run that diverges does so by itself.
+    fn retrace<B: Device>(
+        &self,
+        on: &On<'_, B>,
+        earlier: &Origin,
+        now: &[(String, Vec<f32>)],
+    ) -> Result<bool> {
+        let mut trainer = earlier.load(on)?;
+        while trainer.step() < self.step - 1 {
+            trainer.train_step()?;
+        }
+        let differing = differing(now, &trainer.weights()?);
+        match &differing[..] {
+            [] => say!("  training from the {} leads to these weights, bit for bit", earlier.describe()),
+            [(name, index), ..] => {
+                let count = differing.len();
+                say!(
+                    "  training from the {} leads to other weights, in {count} parameters, first {name} at value {index}: on the same kind of \
+                     device and with the same version, a value has changed in memory",
+                    earlier.describe()
+                );
+            }
+        }
+        Ok(differing.is_empty())
     }
 
     fn figures(
         &self,
         (tries, verdict): (&Tries, &Verdict),
         (reproduced, deviates): (Option<bool>, Option<u64>),
-        (sequences, sites, values): (Vec<Sequence>, Vec<Culprit>, Vec<Suspect>),
+        (sequences, sites, weights): (Vec<Sequence>, Vec<Culprit>, Weights),
         device: &str,
     ) -> Value {
         let one = |tried: &Tried| json!({ "loss": tried.loss, "grad_norm": tried.grad_norm, "non_finite": tried.non_finite });
@@ -265,7 +348,9 @@ impl Replaying<'_> {
             "other_batches_under_bf16": all(&tries.bf16_others),
             "sequences": sequences,
             "sites": sites,
-            "weights": values,
+            "weights": weights.suspects,
+            "batch_stood_out_earlier": weights.stood_out,
+            "weights_follow_from_training": weights.follows,
         })
     }
 }

@@ -28,7 +28,7 @@ impl Blame {
                 "data: with the same weights BF16 gets out of order on this batch too, and not on others"
             }
             Self::Weights => {
-                "weights: BF16 gets out of order too, on other batches as well, so the state before the step is bad, or a setting of the model"
+                "weights: BF16 gets out of order too, and not because of the batch: the state before the step is bad, or a setting of the model"
             }
             Self::Format => {
                 "format: BF16, with the same weights and the same batch, is in order; only the recipe is not"
@@ -120,6 +120,16 @@ impl Verdict {
             () => other.grad_norm > 0.5 * recipe.grad_norm,
         }
     }
+}
+
+/// Whether a batch stands out among others under the same weights: a value that is not finite, or a loss 0.2 nats and 4 mean distances above the
+/// mean of the others. Tokens that no model predicts stand out under earlier weights too; other batches do not.
+pub fn stands_out(own: &Tried, others: &[Tried]) -> bool {
+    let losses: Vec<f64> = others.iter().map(|other| other.loss).filter(|loss| loss.is_finite()).collect();
+    let count = losses.len().max(1) as f64;
+    let mean = losses.iter().sum::<f64>() / count;
+    let distance = losses.iter().map(|loss| (loss - mean).abs()).sum::<f64>() / count;
+    own.non_finite.is_some() || own.loss - mean > (4.0 * distance).max(0.2)
 }
 
 /// A site whose quantization may be to blame.
@@ -249,6 +259,13 @@ mod tests {
         assert_eq!(blame([5.0, 4.9], [4.0, 4.2], 200), Blame::Weights);
         assert_eq!(blame([2.3, 2.2], [2.0, 2.0], 200), Blame::Data);
         assert_eq!(blame([2.3, 2.1], [2.0, 2.0], 200), Blame::Format);
+    }
+
+    #[test]
+    fn a_batch_stands_out_by_its_loss() {
+        let others = [2.0, 2.1, 1.9, 2.0].map(|loss| tried(loss, 1.0));
+        let found = [2.1, 2.3, f64::NAN].map(|loss| stands_out(&tried(loss, 1.0), &others));
+        assert_eq!(found, [false, true, true]);
     }
 
     #[test]

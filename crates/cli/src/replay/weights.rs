@@ -36,6 +36,15 @@ pub fn suspects(now: &[Values], earlier: &[Values]) -> Vec<Suspect> {
     all
 }
 
+/// The parameters whose bits differ, each with the index of the first value that differs.
+pub fn differing(now: &[Values], other: &[Values]) -> Vec<(String, usize)> {
+    let first = |((name, now), (_, other)): (&Values, &Values)| {
+        let at = now.iter().zip(other).position(|(a, b)| a.to_bits() != b.to_bits());
+        at.map(|at| (name.clone(), at))
+    };
+    now.iter().zip(other).filter_map(first).collect()
+}
+
 /// The value of a parameter that stands out.
 fn suspect((name, now): &Values, earlier: &[f32]) -> Option<Suspect> {
     let change = |i: usize| f64::from(now[i]) - f64::from(earlier[i]);
@@ -88,6 +97,8 @@ mod tests {
         let [earlier, now] = states();
         assert_eq!(suspects(&now, &earlier), []);
         assert_eq!(suspects(&earlier, &earlier), []);
+        assert_eq!(differing(&now, &now), []);
+        assert_eq!(differing(&now, &earlier).len(), 2);
     }
 
     #[test]

@@ -171,7 +171,9 @@ fn a_flipped_bit_is_blamed_on_the_weights() {
     });
     let done = train(&place, &["--resume", "--set", "checkpoint.keep=3"]);
     assert_eq!(spikes(&place).first(), Some(&176), "{done:?}");
-    let (told, found) = replay(&place, &["176"]);
+    let (told, found) = replay(&place, &["176", "--retrace"]);
+    let follows = &found["weights_follow_from_training"];
+    assert_eq!(*follows, Value::from(false), "{told}");
     assert_eq!((&found["blame"], &found["reproduced"]), (&"weights".into(), &true.into()), "{told}");
     let worst = &found["weights"][0];
     assert_eq!(
@@ -180,6 +182,19 @@ fn a_flipped_bit_is_blamed_on_the_weights() {
         "{told}"
     );
     assert!(told.contains("at the checkpoint of step 150: bit 30 is flipped"), "{told}");
+}
+
+/// A learning rate that grows too large is no error in memory.
+#[test]
+fn a_run_that_diverges_is_blamed_on_the_weights_to_which_it_has_trained() {
+    let place = place();
+    let sets = ["train.lr=0.1", "train.warmup_steps=198", "train.beta2=0.5", "checkpoint.keep=0"];
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+    train(&place, &[&["--until", "80"], &sets[..]].concat()).ok();
+    let spike = *spikes(&place).first().unwrap();
+    let (told, found) = replay(&place, &[&*spike.to_string(), "--retrace"]);
+    assert_eq!((&found["blame"], &found["reproduced"]), (&"weights".into(), &true.into()), "{told}");
+    assert_eq!(found["weights_follow_from_training"], Value::from(true), "{told}");
 }
 
 #[test]
