@@ -18,6 +18,7 @@ mod plot;
 mod processes;
 mod quantize;
 mod recipe;
+mod replay;
 mod report;
 mod run_files;
 mod signals;
@@ -58,6 +59,7 @@ enum Command {
     Report(report::Args),
     Study(study::Args),
     Fidelity(fidelity::Args),
+    Replay(replay::Args),
     Quantize(quantize::Args),
     Models(models::Args),
     Data(data::Args),
@@ -71,8 +73,9 @@ enum Command {
     Environment,
 }
 
-/// Clap's template without empty lines between its parts. The help fits a screen of 24 lines, which a test checks.
-const HELP: &str = "{about-with-newline}{usage-heading} {usage}; a first run of ten seconds: nibble train\nCommands:\n{subcommands}\n{options}";
+/// Clap's template without empty lines between its parts, and with both options in one line. The help fits a screen of 24 lines, which a test
+/// checks.
+const HELP: &str = "{about-with-newline}{usage-heading} {usage}; a first run of ten seconds: nibble train\nCommands:\n{subcommands}\n  -h, --help   Print help    -V, --version   Print version";
 
 /// The help text on environment variables and exit codes.
 fn surroundings() -> String {
@@ -153,6 +156,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Report(args) => report::run(args),
         Command::Study(args) => study::run(args),
         Command::Fidelity(args) => fidelity::run(args),
+        Command::Replay(args) => replay::run(args),
         Command::Quantize(args) => quantize::run(args),
         Command::Models(args) => models::run(args),
         Command::Data(args) => data::run(args),

@@ -45,7 +45,7 @@ impl RunFiles {
             )));
         }
         let (config, other_config) = stored_config(dir, &[])?;
-        let recipe = recipe(dir, &config).map(|recipe| for_run(&config, recipe));
+        let recipe = stored_recipe(dir, &config).map(|recipe| for_run(&config, recipe));
         // If the recipe cannot be read, the configuration's name for it is used.
         let recipe_name =
             recipe.as_ref().map_or_else(|_| config.recipe.clone(), |recipe| recipe.name.clone());
@@ -74,7 +74,7 @@ impl RunFiles {
 }
 
 /// The recipe stored with the run; for an older run, the recipe that the run's configuration names.
-fn recipe(dir: &Path, config: &Config) -> std::result::Result<Recipe, String> {
+pub fn stored_recipe(dir: &Path, config: &Config) -> std::result::Result<Recipe, String> {
     let path = dir.join(RECIPE_FILE);
     match files::read_text(&path, files::MOST_TEXT) {
         Ok(text) => {

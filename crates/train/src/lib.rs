@@ -38,6 +38,7 @@ pub mod record;
 pub mod schedule;
 pub mod shards;
 pub mod spec;
+pub mod spikes;
 pub mod tokenizer;
 pub mod trainer;
 mod words;

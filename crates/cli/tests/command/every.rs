@@ -69,6 +69,7 @@ pub const ALL: &[Command] = &[
             "cpu",
         ],
     ),
+    writes("out.json", &["replay", "run", "6", "--batches", "2", "--out", "out.json", "--device", "cpu"]),
     says(&["recipe"]),
     says(&["recipe", "mxfp4-hopper", "--trace"]),
     says(&["recipe", "hif4", "--cost", "small.toml"]),

@@ -158,6 +158,12 @@ fn cases() -> Vec<Case> {
         ),
         ("checkpoint.every", &[], "1", Checkpoints),
         ("checkpoint.keep", OFTEN, "1", Checkpoints),
+        (
+            "checkpoint.keep_spikes",
+            OFTEN,
+            "0",
+            Nowhere("which checkpoints stay after a spike; `replay` has one"),
+        ),
         ("checkpoint.at_end", &["checkpoint.every=3"], "false", Checkpoints),
         ("checkpoint.file_mib", &["model.vocab_size=8192"], "1", Checkpoints),
         ("checkpoint.host_gib", &[], "1", Nowhere("how long a step waits for a checkpoint that is large")),
@@ -282,6 +288,7 @@ fn what_decides_nothing_is_refused_where_it_stands_unless_a_run_has_stored_it() 
         (&["data.source=synthetic", "data.tokenizer=tokenizer.json"], "data.tokenizer"),
         (&["eval.every=0", "eval.batches=3"], "eval.batches"),
         (&["checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.keep=7"], "checkpoint.keep"),
+        (&["checkpoint.keep=0", "checkpoint.keep_spikes=3"], "checkpoint.keep_spikes"),
         (&["checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.host_gib=7"], "checkpoint.host_gib"),
         (&["checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.file_mib=7"], "checkpoint.file_mib"),
     ] {

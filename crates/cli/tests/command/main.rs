@@ -34,6 +34,7 @@ mod processes;
 mod quantize;
 #[cfg(unix)]
 mod reading;
+mod replay;
 mod report;
 mod runs;
 #[cfg(target_os = "linux")]

@@ -48,6 +48,10 @@ const CASES: &[Case] = &[
         case("fidelity", "--out", "run --recipe bf16 --redraws 1 --batches 2 --held-out 1", Does::Writes),
         &["run/metrics.jsonl", "run/config.toml", "text.txt"],
     ),
+    reading(
+        case("replay", "--out", "run 2 --batches 1", Does::Writes),
+        &["run/metrics.jsonl", "run/config.toml", "run/spikes.jsonl", "text.txt"],
+    ),
     case("verify", "--json", "--cpu --only cast", Does::Writes),
     case("bench", "--json", "", Does::Measures),
     reading(case("bench all", "--json", "small.toml", Does::Measures), &["small.toml", "text.txt"]),

@@ -267,18 +267,26 @@ pub struct Latest {
 /// [`Error::Io`] if the directory exists but cannot be listed, or a thread cannot be started. A damaged checkpoint is no error: see
 /// [`Latest::rejected`].
 pub fn latest_valid(run_dir: &Path) -> Result<Latest> {
+    latest_valid_until(run_dir, u64::MAX)
+}
+
+/// Like [`latest_valid`], but without the checkpoints of steps after `last`.
+///
+/// # Errors
+/// The errors of [`latest_valid`].
+pub fn latest_valid_until(run_dir: &Path, last: u64) -> Result<Latest> {
     loop {
-        if let Some(latest) = look_for_latest(run_dir)? {
+        if let Some(latest) = look_for_latest(run_dir, last)? {
             return Ok(latest);
         }
     }
 }
 
 /// One pass of [`latest_valid`]; `None` if a checkpoint disappeared during the pass and no older checkpoint is complete.
-fn look_for_latest(run_dir: &Path) -> Result<Option<Latest>> {
+fn look_for_latest(run_dir: &Path, last: u64) -> Result<Option<Latest>> {
     let mut latest = Latest { checkpoint: None, rejected: Vec::new() };
     let mut is_one_gone = false;
-    for (step, path) in list(&run_dir.join(DIR))?.into_iter().rev() {
+    for (step, path) in list(&run_dir.join(DIR))?.into_iter().rev().filter(|(step, _)| *step <= last) {
         reach(Point::CheckpointListed)?;
         let opened = Checkpoint::open(&path).and_then(|checkpoint| {
             let inside = checkpoint.position().step;

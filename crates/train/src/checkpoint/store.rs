@@ -7,6 +7,7 @@ use super::{CONFIG_FILE, DIR, MODEL, OPTIM, SCALES, list, name_of};
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::files::{self, remove_abandoned};
+use crate::spikes::{checkpoints_before, read_spikes};
 use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
@@ -51,6 +52,8 @@ impl Outline {
 #[derive(Debug, Clone)]
 pub struct Store {
     dir: PathBuf,
+    /// For how many recorded spikes the checkpoint before is kept.
+    spikes: usize,
     /// The file is locked while a clone of the store lives. The operating system unlocks the file when the process ends, however the
     /// process ends.
     _lock: Arc<File>,
@@ -64,6 +67,12 @@ impl Store {
     pub fn open(run_dir: &Path) -> Result<Self> {
         let in_use = || Error::checkpoint(&run_dir.join(DIR), "another process is writing checkpoints here");
         Self::try_open(run_dir)?.ok_or_else(in_use)
+    }
+
+    /// The same store, which also keeps the checkpoint before each of the newest `spikes` recorded spikes of the run.
+    #[must_use]
+    pub fn keeping_spikes(self, spikes: usize) -> Self {
+        Self { spikes, ..self }
     }
 
     /// Like [`Store::open`], but returns `None` if another process is writing.
@@ -84,7 +93,7 @@ impl Store {
             Err(TryLockError::WouldBlock) => return Ok(None),
             Err(TryLockError::Error(source)) => return Err(Error::Io { path: lock_path, source }),
         }
-        let store = Self { dir, _lock: Arc::new(lock) };
+        let store = Self { dir, spikes: 0, _lock: Arc::new(lock) };
         remove_abandoned(run_dir).map_err(Error::io(run_dir))?;
         store.clean()?;
         Ok(Some(store))
@@ -197,12 +206,20 @@ impl Store {
     }
 
     /// Removes all but the newest `keep` of the checkpoints up to `saved`, which was saved last. Later checkpoints remain from a
-    /// rolled-back run and may be damaged. Checkpoints after `saved` are neither counted nor removed.
+    /// rolled-back run and may be damaged. Checkpoints after `saved` are neither counted nor removed, nor are those before a spike removed
+    /// ([`Store::keeping_spikes`]).
     fn prune(&self, keep: usize, saved: &Path) -> Result<()> {
         let mut all = list(&self.dir)?;
         all.truncate(all.iter().position(|(_, path)| path == saved).map_or(all.len(), |i| i + 1));
         let surplus = if keep == 0 { 0 } else { all.len().saturating_sub(keep) };
-        for (_, path) in &all[..surplus] {
+        let spikes = match (surplus, self.spikes, self.dir.parent()) {
+            (0, ..) | (_, 0, _) | (.., None) => Vec::new(),
+            (_, spikes, Some(run_dir)) => {
+                let steps: Vec<u64> = all.iter().map(|(step, _)| *step).collect();
+                checkpoints_before(&read_spikes(run_dir)?, spikes, &steps)
+            }
+        };
+        for (_, path) in all[..surplus].iter().filter(|(step, _)| !spikes.contains(step)) {
             // A directory with a checkpoint's final name is always a complete checkpoint, so the directory is renamed before its files are
             // removed.
             let doomed = self.dir.join(format!("{TMP_PREFIX}pruned"));

@@ -117,8 +117,11 @@ impl Config {
         let none = self.checkpoint.every == 0 && !self.checkpoint.at_end;
         let because =
             "checkpoint.every = 0 and checkpoint.at_end = false, so there is no checkpoint; leave it out";
-        let keys = ["checkpoint.keep", "checkpoint.host_gib", "checkpoint.file_mib"];
+        let keys =
+            ["checkpoint.keep", "checkpoint.keep_spikes", "checkpoint.host_gib", "checkpoint.file_mib"];
         add(none, &keys, &["checkpoint.every", "checkpoint.at_end"], because);
+        let because = "checkpoint.keep = 0, so every checkpoint stays; leave it out, or set checkpoint.keep";
+        add(!none && self.checkpoint.keep == 0, &["checkpoint.keep_spikes"], &["checkpoint.keep"], because);
         Ok(moot)
     }
 

@@ -219,7 +219,7 @@ impl Config {
         let eval = EvalConfig { tasks: vec!["quiz.jsonl".into()], ..EvalConfig::default() };
         let run =
             RunConfig { dp: 2, capacity_factor: 2.0, reductions: Reductions::Nccl, ..RunConfig::default() };
-        let checkpoint = CheckpointConfig { file_mib: 1, ..CheckpointConfig::default() };
+        let checkpoint = CheckpointConfig { file_mib: 1, keep_spikes: 2, ..CheckpointConfig::default() };
         Self { data, model, train, eval, run, checkpoint, ..Self::default() }
     }
 

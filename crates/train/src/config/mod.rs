@@ -294,6 +294,9 @@ pub struct CheckpointConfig {
     pub every: u64,
     /// How many of the newest checkpoints stay on disk; 0 means all.
     pub keep: usize,
+    /// For how many of the newest recorded spikes ([`crate::spikes`]) the checkpoint before the spike also stays on disk; 0 means none.
+    #[serde(skip_serializing_if = "is_one")]
+    pub keep_spikes: usize,
     /// Whether the run writes a checkpoint at its end.
     pub at_end: bool,
     /// Host memory in GiB that buffers checkpoints between device and disk, shared equally by the ranks of a host. With a GPU this memory
@@ -307,7 +310,7 @@ pub struct CheckpointConfig {
 
 impl Default for CheckpointConfig {
     fn default() -> Self {
-        Self { every: 100, keep: 2, at_end: true, host_gib: 16, file_mib: USUAL_FILE_MIB }
+        Self { every: 100, keep: 2, keep_spikes: 1, at_end: true, host_gib: 16, file_mib: USUAL_FILE_MIB }
     }
 }
 

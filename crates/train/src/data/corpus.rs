@@ -140,10 +140,20 @@ impl Corpus {
     /// # Errors
     /// [`Error::Data`] if a file has changed since it was opened, or cannot be read. The methods below return this error in the same case.
     pub fn train(&self, cursor: u64, batch: &mut Batch, index: usize) -> Result<()> {
+        let (tokens, start) = self.window(cursor);
+        tokens.fill(start..start + self.seq_len, batch, index)
+    }
+
+    /// The source of the training sequence at position `cursor`, and the number of its first token there.
+    pub fn place(&self, cursor: u64) -> (&str, usize) {
+        let (tokens, start) = self.window(cursor);
+        (&tokens.name, start)
+    }
+
+    fn window(&self, cursor: u64) -> (&Tokens, usize) {
         let (source, own) = self.mixture.of(cursor);
         let tokens = &self.sources[source];
-        let start = tokens.order.start(own);
-        tokens.fill(start..start + self.seq_len, batch, index)
+        (tokens, tokens.order.start(own))
     }
 
     /// Number of complete held-out sequences, without overlap. The sequences are numbered source by source.

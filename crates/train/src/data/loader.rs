@@ -2,7 +2,9 @@
 
 use super::{Batch, Dataset};
 use crate::error::Result;
+use crate::files::hexadecimal;
 use nibble_core::Error as CoreError;
+use sha2::{Digest, Sha256};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::{Builder, JoinHandle};
@@ -14,6 +16,21 @@ pub struct StepBatches {
     pub micro_batches: Vec<Batch>,
     /// Number of targets over all micro-batches and ranks. The sum of the losses is divided by this number.
     pub counted: u64,
+}
+
+impl StepBatches {
+    /// SHA-256, in hexadecimal, of the sequences: of every micro-batch the inputs, the targets and the beginnings of documents, as
+    /// little-endian numbers of 32 bits.
+    #[must_use]
+    pub fn sha256(&self) -> String {
+        let mut sha = Sha256::new();
+        for batch in &self.micro_batches {
+            for ids in [&batch.inputs, &batch.targets, &batch.starts] {
+                ids.iter().for_each(|id| sha.update(id.to_le_bytes()));
+            }
+        }
+        hexadecimal(&sha.finalize())
+    }
 }
 
 /// The sequences of a step's micro-batches on one rank, as a pure function of the step.
@@ -52,6 +69,12 @@ impl BatchPlan {
             batches.micro_batches.push(self.part(&whole));
         }
         Ok(batches)
+    }
+
+    /// The same plan for a single rank, which has the parts of all ranks.
+    #[must_use]
+    pub fn of_all_ranks(self) -> Self {
+        Self { rank: 0, ranks: 1, ..self }
     }
 
     /// A micro-batch with the parts of all ranks.

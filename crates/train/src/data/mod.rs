@@ -308,6 +308,19 @@ impl Dataset {
         Ok(batch)
     }
 
+    /// Where a training sequence lies: its source, if it comes from files, and the number of its first token there. The tokens of a text
+    /// without a tokenizer are its bytes. Sequences that come from no file are numbered one after the other.
+    #[must_use]
+    pub fn place(&self, cursor: u64) -> (Option<&str>, u64) {
+        match &self.source {
+            TokenSource::Files(corpus) => {
+                let (source, token) = corpus.place(cursor);
+                (Some(source), token as u64)
+            }
+            TokenSource::Synthetic(_) | TokenSource::Random { .. } => (None, cursor * self.seq_len as u64),
+        }
+    }
+
     /// Separates the records of the built-in language. Each record is a document.
     fn separate_records(&self, batch: &mut Batch, index: usize) {
         if self.apart {

@@ -3,6 +3,7 @@
 //! after it was over.
 
 use super::{LayerMetrics, Lost, Metrics, RankTimes};
+use crate::spikes::Usual;
 
 /// Checks the metrics of every step.
 #[derive(Debug, Clone, Default)]
@@ -21,39 +22,36 @@ pub struct Watchdog {
     slow: Vec<u64>,
 }
 
-/// Running means of a value and of its distance from its mean.
-#[derive(Debug, Clone, Copy, Default)]
-struct Usual {
-    samples: u64,
-    mean: f64,
-    distance: f64,
-}
-
-impl Usual {
-    /// Weight of a new value in the running means.
-    const WEIGHT: f64 = 0.05;
-
-    fn is_settled(&self) -> bool {
-        self.samples >= Watchdog::SETTLED
-    }
-
-    fn take(&mut self, value: f64) {
-        if self.samples == 0 {
-            self.mean = value;
-        }
-        let away = value - self.mean;
-        self.distance += Self::WEIGHT * (away.abs() - self.distance);
-        self.mean += Self::WEIGHT * away;
-        self.samples += 1;
-    }
-}
+/// The number of the finding of a loss spike.
+const SPIKE: usize = 1;
 
 /// What to do about experts without tokens if nothing else explains them.
 const ROUTERS: &str = "look at moe/load_max_over_mean, and raise model.aux_loss_coef or lower train.lr";
 
 impl Watchdog {
     /// Samples before anything is judged: means must settle, and a router starts unbalanced.
-    const SETTLED: u64 = 50;
+    const SETTLED: u64 = Usual::SETTLED;
+
+    /// Takes the loss of a step that an earlier process of the run has taken.
+    pub fn remember(&mut self, metrics: &Metrics) {
+        metrics.loss.filter(|loss| loss.is_finite()).into_iter().for_each(|loss| self.loss.take(loss));
+    }
+
+    /// The usual loss of the steps so far.
+    #[must_use]
+    pub fn usual_loss(&self) -> Usual {
+        self.loss
+    }
+
+    /// Whether a step with this loss, which [`Watchdog::step`] has not taken yet, begins a loss spike.
+    #[must_use]
+    pub fn begins_spike(&self, loss: f64) -> bool {
+        !self.is_on[SPIKE] && self.is_spike(loss)
+    }
+
+    fn is_spike(&self, loss: f64) -> bool {
+        self.loss.is_settled() && loss > self.loss.limit()
+    }
 
     /// Checks a step's metrics, and returns the findings that begin with this step, one sentence each.
     ///
@@ -90,14 +88,14 @@ impl Watchdog {
         if let Some(loss) = metrics.loss.filter(|loss| loss.is_finite()) {
             let Usual { mean, distance, .. } = self.loss;
             let above = loss - mean;
+            let is_spike = self.is_spike(loss);
             let text = || {
                 format!(
                     "step {step}: the loss is {loss:.4}, and was {mean:.4} on average; look at grad_norm, and if it does not come \
                      down lower train.lr or train.clip_norm"
                 )
             };
-            let is_spike = self.loss.is_settled() && above > 8.0 * distance && above > 0.2;
-            begun.extend(self.switch(1, is_spike, above < 4.0 * distance, text));
+            begun.extend(self.switch(SPIKE, is_spike, above < 4.0 * distance, text));
             self.loss.take(loss);
         }
         let shares = [

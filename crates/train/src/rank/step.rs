@@ -250,6 +250,11 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         Ok(Self { context, model, buffers, cx })
     }
 
+    /// Measures the quantization of all layers, if the record has cells for measurements.
+    pub fn measure_all(&mut self) {
+        self.cx.measures = self.buffers.layout.measures.then_some(LayerSample::ALL);
+    }
+
     /// From now on, measures the error of every quantization of this rank.
     pub fn measure_errors(&mut self) {
         self.cx.measures = Some(LayerSample::ALL);

@@ -17,6 +17,9 @@ impl LayerSample {
     /// large part of the step in a deep model.
     const LAYERS: usize = 4;
 
+    /// All layers.
+    pub const ALL: Self = Self { turns: 1, turn: 0 };
+
     /// Number of measuring steps that together measure all of `layers` decoder layers.
     #[must_use]
     pub fn turns(layers: usize) -> usize {

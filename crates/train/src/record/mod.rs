@@ -211,6 +211,9 @@ impl IssueTimes {
     }
 }
 
+/// What a norm that is not finite is called.
+const GRADIENT_NORM: &str = "gradient norm";
+
 /// Arguments whose token ids are checked against the vocabulary.
 const BAD_IDS: [&str; 2] = ["inputs", "targets"];
 
@@ -441,12 +444,22 @@ impl<'a> Report<'a> {
         if self.head[1] == 0.0 {
             return Ok(());
         }
+        // A sum of squares that the norm leaves out, because another rank has it too, may be what is not finite.
+        let of_norm =
+            || Error::NonFinite { site: GRADIENT_NORM.into(), layer: "-".into(), step: self.step() };
+        Err(self.fault().unwrap_or_else(of_norm))
+    }
+
+    /// What is wrong with the step, as [`Report::verify`] names it, whether or not the step was asked to count.
+    pub fn fault(&self) -> Option<Error> {
         let step = self.step();
         for table in &self.tables {
-            self.verify_placed(table)?;
+            if let Err(error) = self.verify_placed(table) {
+                return Some(error);
+            }
             let found = |site: &usize| table[2 * self.layout.sites + site] != 0.0;
             if let Some(site) = (0..self.sites.len()).find(found).map(|number| &self.sites[number]) {
-                return Err(Error::NonFinite { site: site.to_string(), layer: site.layer_number(), step });
+                return Some(Error::NonFinite { site: site.to_string(), layer: site.layer_number(), step });
             }
         }
         let Layout { spans, layers, .. } = self.layout;
@@ -459,10 +472,12 @@ impl<'a> Report<'a> {
             "tokens that a rank is sent, in shares"
         } else if !self.is_finite(amax..amax + spans) {
             "largest magnitude of a tensor"
+        } else if !self.norm().is_finite() {
+            GRADIENT_NORM
         } else {
-            "gradient norm"
+            return None;
         };
-        Err(Error::NonFinite { site: site.into(), layer: "-".into(), step })
+        Some(Error::NonFinite { site: site.into(), layer: "-".into(), step })
     }
 
     /// Checks that every row fits, and that every id is in the vocabulary.

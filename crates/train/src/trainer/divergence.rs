@@ -7,10 +7,19 @@ use crate::error::Error;
 pub(super) fn of_divergence(error: Error, config: &Config, held_out: bool) -> Error {
     match error {
         Error::Core(source @ nibble_core::Error::NonFinite { .. }) => {
-            Error::Diverged { advice: against_divergence(config), held_out, source }
+            let mut advice = against_divergence(config);
+            if let (false, nibble_core::Error::NonFinite { step, .. }) = (held_out, &source) {
+                advice = format!("{advice}. {}", how_to_replay(&config.run.dir, step + 1));
+            }
+            Error::Diverged { advice, held_out, source }
         }
         other => other,
     }
+}
+
+/// The command that finds the cause of a step's spike. `step` is counted from 1.
+pub(super) fn how_to_replay(dir: &str, step: u64) -> String {
+    format!("`nibble replay {dir} {step}` says whether data, weights or formats are the cause")
 }
 
 /// The most likely cause of divergence, and a remedy. A setting that is far from its usual value is named first.
@@ -54,6 +63,7 @@ mod tests {
             usual.contains("step 3: the loss") && usual.contains("a smaller train.lr (now 0.005)"),
             "{usual}"
         );
+        assert!(usual.contains("`nibble replay runs/tiny 4`"), "{usual}");
         assert!(told(&["train.clip_norm=0"]).contains("a train.clip_norm, such as 1.0"));
         let aux = told(&["model.aux_loss_coef=1e30"]);
         assert!(

@@ -17,7 +17,8 @@
 //!
 //! [`Trainer`] contains the state that all of these files share. `ranks.rs` has the communication of ranks outside steps. Other uses of a
 //! model are not part of a run: `weights.rs` loads weights, `scoring.rs` computes losses (in evaluations and in `nibble eval`),
-//! `decoding.rs` generates text, `inspect.rs` exposes one step, and `fidelity.rs` returns gradients and losses of fixed weights.
+//! `decoding.rs` generates text, `inspect.rs` exposes one step, `fidelity.rs` returns gradients and losses of fixed weights, and `replay.rs`
+//! repeats a step without its optimizer.
 //!
 //! The checkpoint of a step precedes the step's evaluation, so that a failed evaluation loses no step. After the last step come the last
 //! checkpoint, the loss over all held-out data, the plot and the summary.
@@ -35,6 +36,7 @@ mod inspect;
 mod options;
 mod ranks;
 mod recorded;
+mod replay;
 mod run;
 mod saving;
 mod scoring;
@@ -46,6 +48,7 @@ pub use decoding::Decoding;
 pub use fidelity::ParamGradient;
 pub use inspect::Inspection;
 pub use options::{Observer, Options, Outcome, Start, Summary};
+pub use replay::{ScoredSequence, Tried};
 pub use run::run;
 pub use start::outputs::heading;
 pub use start::run_dir::{

@@ -1,6 +1,7 @@
 //! A whole run: its start, its inputs, its steps, its end.
 
 use super::Trainer;
+use super::divergence::how_to_replay;
 use super::evaluating::Evaluator;
 use super::options::{Observer, Options, Outcome, Start, Summary};
 use super::ranks::{any_rank, shared_folder};
@@ -116,7 +117,8 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
             trainer.prepare_to_save()?;
         }
         let (saved_at, saved) = checkpoint.map(|c| (c.position().step, c.path().to_owned())).unzip();
-        let (watchdog, loss, held_out, stopped) = (Watchdog::default(), None, None, 0);
+        let watchdog = outputs.as_ref().map_or_else(Watchdog::default, |outputs| outputs.watchdog());
+        let (loss, held_out, stopped) = (None, None, 0);
         Ok(Self { trainer, outputs, evaluator, observer, watchdog, loss, held_out, saved, saved_at, stopped })
     }
 
@@ -240,7 +242,13 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
     fn read_records(&mut self, unread: usize) -> Result<()> {
         let Self { trainer, outputs, observer, watchdog, .. } = self;
         while trainer.unread() > unread {
-            let settled = trainer.settle().map_err(|error| trainer.of_divergence(error, false));
+            let settled = trainer.settle();
+            if let (Err(error), Some(outputs)) = (&settled, &*outputs) {
+                // The step's own error is the one to report. Without a record the step can be repeated as well.
+                let spike = trainer.spike_of_error(error, watchdog.usual_loss());
+                let _ = spike.map(|spike| spike.map(|spike| spike.record(&outputs.dir)));
+            }
+            let settled = settled.map_err(|error| trainer.of_divergence(error, false));
             trainer.tell_notes(outputs.is_some(), *observer);
             let mut lost = Vec::new();
             if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
@@ -261,7 +269,13 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
                 observer.measure(&mut metrics);
                 outputs.write(&metrics)?;
                 observer.step(&metrics);
+                let spike = trainer.spike_of_step(&metrics, watchdog)?;
                 lost.iter().chain(&watchdog.step(&metrics)).for_each(|begun| observer.note(begun));
+                if let Some(spike) = spike {
+                    spike.record(&outputs.dir)?;
+                    let dir = outputs.dir.to_string_lossy();
+                    observer.note(&format!("step {}: {}", spike.step, how_to_replay(&dir, spike.step)));
+                }
             }
             reach(Point::MetricsWritten)?;
         }

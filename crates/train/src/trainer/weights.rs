@@ -85,7 +85,7 @@ fn take<B: Kernels>(
 }
 
 /// Writes values into a tensor from index `at` on. The values are rounded if the tensor is BF16.
-fn write<B: Kernels>(b: &B, to: &mut Tensor<B>, at: usize, values: &[f32]) -> Result<()> {
+pub(super) fn write<B: Kernels>(b: &B, to: &mut Tensor<B>, at: usize, values: &[f32]) -> Result<()> {
     match &mut to.data {
         Data::F32(buf) => b.write(buf, at, values)?,
         Data::Bf16(buf) => {

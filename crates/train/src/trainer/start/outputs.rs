@@ -10,7 +10,8 @@ use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::files::write_whole;
 use crate::metrics::{
-    EventLog, LayerMetrics, LossCurve, Metrics, MetricsLog, RankTimes, StepLog, draw_losses, read_metrics,
+    EventLog, LayerMetrics, LossCurve, Metrics, MetricsLog, RankTimes, StepLog, Watchdog, draw_losses,
+    read_metrics,
 };
 use crate::pretrained::{companions_of, copy_companions, copy_generation};
 use crate::tokenizer::TOKENIZER_FILE;
@@ -28,6 +29,8 @@ pub(in crate::trainer) struct Outputs {
     ranks: Option<StepLog<RankTimes>>,
     events: EventLog,
     curve: LossCurve,
+    /// The losses of earlier processes of the run.
+    watchdog: Watchdog,
     /// The last step whose held-out loss an earlier process has written.
     held_out: Option<u64>,
 }
@@ -71,11 +74,21 @@ impl Outputs {
         let events = EventLog::create(&dir, step)?;
         let mut curve = LossCurve::new(&heading(&dir, &recipe.name), entropy, config.unit());
         let earlier = read_metrics(log.path())?;
-        earlier.metrics.iter().for_each(|metrics| curve.add(metrics));
+        let mut watchdog = Watchdog::default();
+        for metrics in &earlier.metrics {
+            curve.add(metrics);
+            watchdog.remember(metrics);
+        }
         let held_out = earlier.metrics.iter().rev().find(|metrics| metrics.is_evaluation()).map(|m| m.step);
         let faults = earlier.faults(log.path(), "is no metrics; it stays, and nobody reads it");
         faults.iter().for_each(|note| observer.note(note));
-        Ok(Self { dir, store, log, layers, ranks, events, curve, held_out })
+        let store = store.keeping_spikes(config.checkpoint.keep_spikes);
+        Ok(Self { dir, store, log, layers, ranks, events, curve, watchdog, held_out })
+    }
+
+    /// A watchdog that knows the losses of earlier processes of the run.
+    pub fn watchdog(&self) -> Watchdog {
+        self.watchdog.clone()
     }
 
     /// Whether an earlier process has written the held-out loss of this step.

@@ -10,6 +10,7 @@
 //! | `ranks.jsonl` | with several ranks, a line per step: seconds of each rank, and the seconds it waited | people |
 //! | `ranks/` | with several ranks, a log of each except the first | people |
 //! | `layers.jsonl` | for some steps, and for a failed one: rows of every expert, blocks of every site | `report` |
+//! | `spikes.jsonl` | a line per step whose loss or gradient is out of order | `replay` |
 //! | `loss.svg`, `memory.txt`, TensorBoard events | at each evaluation; at the beginning; each step | people |
 //! | `train.log` | every setting, and the lines of the console | people |
 //! | `processes.jsonl` | when a process begins to work on the run: date, machine, version | `report` |
@@ -25,6 +26,7 @@ use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::metrics::EVENTS_PREFIX;
 pub use crate::pretrained::COMPANIONS_DIR;
+use crate::spikes::SPIKES_FILE;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -51,8 +53,9 @@ pub const PROCESSES_FILE: &str = "processes.jsonl";
 pub const LOG_FILE: &str = "train.log";
 
 /// Files that a run writes into its directory, in addition to events and checkpoints.
-const FILES: [&str; 9] = [
+const FILES: [&str; 10] = [
     CONFIG_FILE,
+    SPIKES_FILE,
     RECIPE_FILE,
     METRICS_FILE,
     LAYERS_FILE,

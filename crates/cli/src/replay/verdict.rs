@@ -1,0 +1,318 @@
+//! Judges a repeated step: whether data, weights or formats made its loss or gradient get out of order.
+
+use nibble_train::metrics::{Loss, Lost, SiteMetrics};
+use nibble_train::spikes::Usual;
+use nibble_train::trainer::Tried;
+use serde::Serialize;
+
+/// What made a step get out of order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Blame {
+    /// The step is in order.
+    None,
+    /// BF16 gets out of order too, on this batch alone.
+    Data,
+    /// BF16 gets out of order too, on other batches as well.
+    Weights,
+    /// Only the recipe gets out of order.
+    Format,
+}
+
+impl Blame {
+    /// Its name, and what it means in a sentence.
+    pub fn explained(self) -> &'static str {
+        match self {
+            Self::None => "nothing: the repeated step is in order",
+            Self::Data => {
+                "data: with the same weights BF16 gets out of order on this batch too, and not on others"
+            }
+            Self::Weights => {
+                "weights: BF16 gets out of order too, and not because of the batch: the state before the step is bad, or a setting of the model"
+            }
+            Self::Format => {
+                "format: BF16, with the same weights and the same batch, is in order; only the recipe is not"
+            }
+        }
+    }
+}
+
+/// What is usual in a run before a step.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Before {
+    /// Losses.
+    pub loss: Usual,
+    /// Norms of the gradient.
+    pub norm: Usual,
+}
+
+/// A step as the recipe and as BF16 compute it: with its own batch, and with the batches of neighbouring steps. The weights are the same in
+/// all.
+#[derive(Debug)]
+pub struct Tries {
+    pub recipe: Tried,
+    pub bf16: Tried,
+    pub recipe_others: Vec<Tried>,
+    pub bf16_others: Vec<Tried>,
+}
+
+/// What is in order, and what is to blame.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Verdict {
+    pub blame: Blame,
+    /// The loss that is usual.
+    pub base: f64,
+    /// The loss above which a loss is out of order.
+    pub limit: f64,
+    /// The norm of a gradient above which it is out of order.
+    pub norm_limit: f64,
+}
+
+/// From so many earlier steps on, what is usual is taken from them, otherwise from BF16 on other batches.
+const ENOUGH: u64 = 10;
+
+/// A gradient of so many times the usual norm is out of order.
+const NORMS: f64 = 10.0;
+
+impl Verdict {
+    /// Judges a step. A loss or a norm that is not finite is out of order, and so are a loss above the limit of the run's own spikes and a norm
+    /// of 10 times the usual. BF16 shares a loss that is too high if it has more than half of its excess over the usual loss, so that a
+    /// spike which the recipe only makes a little larger is not blamed on the recipe.
+    pub fn of(tries: &Tries, before: Before) -> Self {
+        let finite = |all: fn(&Tried) -> f64| {
+            let mut usual = Usual::default();
+            let values: Vec<f64> = tries.bf16_others.iter().map(all).filter(|x| x.is_finite()).collect();
+            let mean = values.iter().sum::<f64>() / values.len().max(1) as f64;
+            usual.mean = if values.is_empty() { f64::INFINITY } else { mean };
+            usual.distance =
+                values.iter().map(|x| (x - mean).abs()).sum::<f64>() / values.len().max(1) as f64;
+            usual
+        };
+        let known = |usual: Usual, other| if usual.samples >= ENOUGH { usual } else { other };
+        let loss = known(before.loss, finite(|tried| tried.loss));
+        let norm = known(before.norm, finite(|tried| tried.grad_norm));
+        let mut verdict =
+            Self { blame: Blame::None, base: loss.mean, limit: loss.limit(), norm_limit: NORMS * norm.mean };
+        let (recipe, others) = (&tries.recipe, &tries.bf16_others);
+        if verdict.is_out(recipe) {
+            let sharing = others.iter().filter(|other| verdict.shares(other, recipe)).count();
+            verdict.blame = match verdict.shares(&tries.bf16, recipe) {
+                false => Blame::Format,
+                true if 2 * sharing > others.len() => Blame::Weights,
+                true => Blame::Data,
+            };
+        }
+        verdict
+    }
+
+    /// Whether a step is out of order.
+    pub fn is_out(&self, tried: &Tried) -> bool {
+        tried.non_finite.is_some() || tried.loss > self.limit || tried.grad_norm > self.norm_limit
+    }
+
+    /// Whether `other` is out of order as `recipe` is, which is out of order.
+    fn shares(&self, other: &Tried, recipe: &Tried) -> bool {
+        let excess = |tried: &Tried| tried.loss - self.base;
+        match () {
+            () if other.non_finite.is_some() => true,
+            () if recipe.non_finite.is_some() => self.is_out(other),
+            () if recipe.loss > self.limit => excess(other) > 0.5 * excess(recipe),
+            () => other.grad_norm > 0.5 * recipe.grad_norm,
+        }
+    }
+}
+
+/// Whether a batch stands out among others under the same weights: a value that is not finite, or a loss 0.2 nats and 4 mean distances above the
+/// mean of the others. Tokens that no model predicts stand out under earlier weights too; other batches do not.
+pub fn stands_out(own: &Tried, others: &[Tried]) -> bool {
+    let losses: Vec<f64> = others.iter().map(|other| other.loss).filter(|loss| loss.is_finite()).collect();
+    let count = losses.len().max(1) as f64;
+    let mean = losses.iter().sum::<f64>() / count;
+    let distance = losses.iter().map(|loss| (loss - mean).abs()).sum::<f64>() / count;
+    own.non_finite.is_some() || own.loss - mean > (4.0 * distance).max(0.2)
+}
+
+/// A site whose quantization may be to blame.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Culprit {
+    /// The layer, with `*` for the number of its decoder layer.
+    pub layer: String,
+    /// The operand.
+    pub tensor: String,
+    /// The decoder layers in which it is so; empty outside decoder layers.
+    pub layers: Vec<usize>,
+    /// `not finite`, `saturates` or `vanishes`.
+    pub what: &'static str,
+    /// The largest fraction of the site's values, or of its blocks for `not finite`, in one of these layers.
+    pub share: f64,
+    /// The same of the batches of neighbouring steps; absent for `not finite`.
+    pub share_of_others: Option<f64>,
+}
+
+/// The number of sites that are named if none exceeds a threshold.
+const NAMED: usize = 3;
+
+/// The sites of a step under the recipe that may be to blame: the first one that is not finite, then those that saturate or vanish beyond the
+/// thresholds of [`Lost`], the largest share first. Without any, those with the largest shares.
+pub fn culprits(tries: &Tries) -> Vec<Culprit> {
+    let sites = &tries.recipe.layers.sites;
+    if let Some(site) = sites.iter().find(|site| site.non_finite > 0) {
+        let blocks = (site.non_zero + site.non_finite).max(site.non_finite) as f64;
+        return vec![Culprit {
+            layer: site.layer.clone(),
+            tensor: site.tensor.clone(),
+            layers: Vec::new(),
+            what: "not finite",
+            share: site.non_finite as f64 / blocks,
+            share_of_others: None,
+        }];
+    }
+    let of_others = |layer: &str, tensor: &str, kind: Loss| {
+        let all = tries.recipe_others.iter().flat_map(|other| &other.layers.sites);
+        let same = all.filter(|site| pattern(&site.layer) == layer && site.tensor == tensor);
+        same.filter_map(|site| share(site, kind)).reduce(f64::max)
+    };
+    let mut lost: Vec<Culprit> = Lost::of_step(&tries.recipe.layers)
+        .into_iter()
+        .map(|lost| Culprit {
+            share_of_others: of_others(&lost.layer, &lost.tensor, lost.kind),
+            layer: lost.layer,
+            tensor: lost.tensor,
+            layers: lost.numbers,
+            what: word(lost.kind),
+            share: lost.share,
+        })
+        .collect();
+    if lost.is_empty() {
+        let both = |site: &SiteMetrics| {
+            [Loss::Saturation, Loss::Underflow].map(|kind| {
+                Some(Culprit {
+                    layer: site.layer.clone(),
+                    tensor: site.tensor.clone(),
+                    layers: Vec::new(),
+                    what: word(kind),
+                    share: share(site, kind).filter(|share| *share > 0.0)?,
+                    share_of_others: of_others(&pattern(&site.layer), &site.tensor, kind),
+                })
+            })
+        };
+        lost = sites.iter().flat_map(both).flatten().collect();
+    }
+    // What saturates is worse than what vanishes: the largest values are cut off.
+    let key = |culprit: &Culprit| (culprit.what == word(Loss::Saturation), culprit.share);
+    lost.sort_by(|a, b| key(b).partial_cmp(&key(a)).unwrap_or(std::cmp::Ordering::Equal));
+    lost.truncate(NAMED.max(lost.iter().filter(|lost| lost.share >= Lost::SATURATED).count()));
+    lost
+}
+
+fn word(kind: Loss) -> &'static str {
+    match kind {
+        Loss::Saturation => "saturates",
+        Loss::Underflow => "vanishes",
+    }
+}
+
+/// The fraction of a site's values that are lost so.
+fn share(site: &SiteMetrics, kind: Loss) -> Option<f64> {
+    let [values, _, underflowed, saturated] = site.measured.filter(|counts| counts[0] > 0)?;
+    let lost = if kind == Loss::Saturation { saturated } else { underflowed };
+    Some(lost as f64 / values as f64)
+}
+
+/// The name of a layer with `*` for the number of its decoder layer.
+fn pattern(layer: &str) -> String {
+    let part = |part: &str| if part.parse::<usize>().is_ok() { "*".to_owned() } else { part.to_owned() };
+    layer.split('.').map(part).collect::<Vec<_>>().join(".")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nibble_train::metrics::LayerMetrics;
+
+    fn tried(loss: f64, grad_norm: f64) -> Tried {
+        let non_finite = (!loss.is_finite()).then(|| "loss".to_owned());
+        Tried { loss, grad_norm, non_finite, layers: LayerMetrics::default() }
+    }
+
+    /// The blame for these losses under the recipe and BF16, and under both on other batches.
+    fn blame([recipe, bf16]: [f64; 2], others: [f64; 2], steps: u64) -> Blame {
+        let mut before = Before::default();
+        (0..steps).for_each(|step| before.loss.take(2.0 + 0.01 * (step % 3) as f64));
+        (0..steps).for_each(|_| before.norm.take(1.0));
+        let [recipe_others, bf16_others] = others.map(|loss| vec![tried(loss, 1.0); 4]);
+        let tries = Tries { recipe: tried(recipe, 1.0), bf16: tried(bf16, 1.0), recipe_others, bf16_others };
+        Verdict::of(&tries, before).blame
+    }
+
+    #[test]
+    fn each_cause_has_its_pattern() {
+        for steps in [0, 9, 200] {
+            assert_eq!(blame([2.0, 2.0], [2.0, 2.0], steps), Blame::None);
+            assert_eq!(blame([5.0, 4.9], [2.0, 2.0], steps), Blame::Data);
+            assert_eq!(blame([f64::NAN, f64::INFINITY], [2.0, 2.0], steps), Blame::Data);
+            assert_eq!(blame([5.0, 2.0], [2.0, 2.0], steps), Blame::Format);
+            assert_eq!(blame([f64::NAN, 2.0], [f64::NAN, 2.0], steps), Blame::Format);
+            assert_eq!(blame([f64::NAN, f64::NAN], [f64::NAN, f64::NAN], steps), Blame::Weights);
+        }
+        // What is usual is known from earlier steps only.
+        assert_eq!(blame([5.0, 4.9], [4.0, 4.2], 200), Blame::Weights);
+        assert_eq!(blame([2.3, 2.2], [2.0, 2.0], 200), Blame::Data);
+        assert_eq!(blame([2.3, 2.1], [2.0, 2.0], 200), Blame::Format);
+    }
+
+    #[test]
+    fn a_batch_stands_out_by_its_loss() {
+        let others = [2.0, 2.1, 1.9, 2.0].map(|loss| tried(loss, 1.0));
+        let found = [2.1, 2.3, f64::NAN].map(|loss| stands_out(&tried(loss, 1.0), &others));
+        assert_eq!(found, [false, true, true]);
+    }
+
+    #[test]
+    fn a_gradient_alone_can_be_out_of_order() {
+        let mut before = Before::default();
+        (0..200).for_each(|_| before.loss.take(2.0));
+        (0..200).for_each(|_| before.norm.take(1.0));
+        let usual = vec![tried(2.0, 1.0); 2];
+        let of = |norms: [f64; 2]| {
+            let [recipe, bf16] = norms.map(|norm| tried(2.0, norm));
+            let (recipe_others, bf16_others) = (usual.clone(), usual.clone());
+            Verdict::of(&Tries { recipe, bf16, recipe_others, bf16_others }, before).blame
+        };
+        assert_eq!(
+            [of([9.0, 9.0]), of([30.0, 25.0]), of([30.0, 2.0])],
+            [Blame::None, Blame::Data, Blame::Format]
+        );
+    }
+
+    #[test]
+    fn sites_are_named_with_the_worst_first() {
+        let site = |layer: &str, tensor: &str, measured| SiteMetrics {
+            layer: layer.into(),
+            tensor: tensor.into(),
+            non_zero: 10,
+            measured: Some(measured),
+            ..SiteMetrics::default()
+        };
+        let with = |sites| Tried { layers: LayerMetrics { sites, ..Default::default() }, ..tried(2.0, 1.0) };
+        let tries = |sites: Vec<SiteMetrics>| Tries {
+            recipe: with(sites),
+            bf16: tried(2.0, 1.0),
+            recipe_others: vec![with(vec![site("l.0.q", "x", [100, 0, 0, 3])])],
+            bf16_others: Vec::new(),
+        };
+        let found = culprits(&tries(vec![
+            site("l.0.o", "dy", [100, 0, 99, 0]),
+            site("l.1.q", "x", [100, 0, 0, 60]),
+            site("l.0.q", "x", [100, 0, 0, 80]),
+        ]));
+        let told: Vec<_> = found.iter().map(|of| (&*of.layer, &*of.tensor, of.what, of.share)).collect();
+        assert_eq!(told, [("l.*.q", "x", "saturates", 0.8), ("l.*.o", "dy", "vanishes", 0.99)]);
+        assert_eq!((found[0].layers.clone(), found[0].share_of_others), (vec![0, 1], Some(0.03)));
+        let few = culprits(&tries(vec![site("l.0.o", "dy", [100, 0, 9, 0])]));
+        assert_eq!(few[0].share, 0.09);
+        let broken = SiteMetrics { non_finite: 2, ..site("l.1.o", "x", [1, 1, 0, 0]) };
+        let found = culprits(&tries(vec![site("l.0.o", "dy", [100, 0, 99, 0]), broken]));
+        assert_eq!((found.len(), &*found[0].layer, found[0].what), (1, "l.1.o", "not finite"));
+    }
+}
