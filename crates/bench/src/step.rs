@@ -37,7 +37,7 @@ use std::time::Instant;
     Examples:\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
     nibble bench step --recipe bf16 --recompute\n  \
-    nibble bench step --fit 64MiB --recipe bf16 --recipe mxfp4-hopper\n  \
+    nibble bench step --fit 80MiB --recipe bf16 --recipe mxfp4-hopper\n  \
     nibble bench step --recipe bf16 --set run.ranks=4 --set run.dp=2 --set train.expert_shards=2\n  \
     nibble bench step shakespeare --set data.source=tinyshakespeare.txt\n  \
     nibble bench step s --device cuda:0 --recipe mxfp4-hopper"
