@@ -1,7 +1,7 @@
 //! Training steps under a limit of memory: each recipe with the least recomputation that fits by prediction.
 
+use super::passes::pass;
 use super::ranks::{slowest, tell};
-use super::step::pass;
 use nibble_command::console::{bytes, thousands};
 use nibble_command::device::{self, Device, On, Work};
 use nibble_command::error::Result;

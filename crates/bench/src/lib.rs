@@ -13,6 +13,7 @@ mod gpu;
 mod grouped;
 mod kernels;
 mod ops;
+mod passes;
 mod peers;
 mod ranks;
 mod recompute;

@@ -2,6 +2,7 @@
 
 use super::fit::{self, Fit};
 use super::floors::Floors;
+use super::passes::pass;
 use super::ranks::{slowest, tell};
 use super::recompute;
 use super::timeline::Timeline;
@@ -38,7 +39,7 @@ use std::time::Instant;
     Examples:\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
     nibble bench step --recipe bf16 --recompute\n  \
-    nibble bench step --fit 64MiB --recipe bf16 --recipe mxfp4-hopper\n  \
+    nibble bench step --fit 80MiB --recipe bf16 --recipe mxfp4-hopper\n  \
     nibble bench step --recipe bf16 --set run.ranks=4 --set run.dp=2 --set train.expert_shards=2\n  \
     nibble bench step shakespeare --set data.source=tinyshakespeare.txt\n  \
     nibble bench step s --device cuda:0 --recipe mxfp4-hopper"
@@ -320,19 +321,6 @@ fn tell_traffic<B: Device>(on: &On<'_, B>, traffic: Traffic, each: impl Fn(u64) 
         each(traffic.waits),
         each(traffic.copies_on_write)
     );
-}
-
-/// Runs steps, each issued before the previous step's record has been read. Returns the total seconds.
-pub(super) fn pass<B: Device>(trainer: &mut Trainer<'_, B>, steps: usize) -> Result<f64> {
-    let start = Instant::now();
-    for _ in 0..steps {
-        trainer.issue_step()?;
-        if trainer.unread() > 1 {
-            trainer.settle()?;
-        }
-    }
-    while trainer.settle()?.is_some() {}
-    Ok(start.elapsed().as_secs_f64())
 }
 
 /// Profiles a step that is issued operation by operation, because a graph replay has no times by operation. Also returns the seconds of the

@@ -56,7 +56,8 @@ fn config(dice: &mut Dice) -> Config {
         false => overrides.extend(experts),
     }
     if dice.once_in(3) {
-        overrides.push(format!("train.recompute=[\"{}\"]", dice.of(&["norms", "attention", "experts"])));
+        let entries = ["norms", "attention", "experts", "mlp_up", "layers@first:1", "mlp_up@last:50%"];
+        overrides.push(format!("train.recompute=[\"{}\"]", dice.of(&entries)));
     }
     Config::load("s", &overrides).unwrap_or_else(|e| panic!("{overrides:?}: {e}"))
 }
