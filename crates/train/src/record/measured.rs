@@ -26,9 +26,6 @@ impl LayerSample {
         layers.div_ceil(Self::LAYERS).max(1)
     }
 
-    /// All layers in one step.
-    pub(crate) const ALL: Self = Self { turns: 1, turn: 0 };
-
     /// The sample of a step (counted from 0) of this run; `None` if the step does not measure quantization.
     #[must_use]
     pub fn of(config: &Config, step: u64) -> Option<Self> {
