@@ -158,6 +158,13 @@ pub fn rms_norm_backward(op: &RmsNormBackward<'_, Dry>) -> Counted {
     Work::reads(&[op.x, op.weight, op.inv_rms, op.dy, &op.plus, dweight]).writes(None, &[dweight]).into()
 }
 
+pub fn layer_norm_backward(op: &LayerNormBackward<'_, Dry>) -> Counted {
+    let dweight: &Tensor<Dry> = op.dweight;
+    Work::reads(&[op.x, op.weight, op.mean, op.inv_std, op.dy, &op.plus, dweight])
+        .writes(None, &[dweight])
+        .into()
+}
+
 pub fn add_bias(op: &AddBias<'_, Dry>) -> Counted {
     let x: &Tensor<Dry> = op.x;
     Work::reads(&[x, op.bias]).writes(None, &[x]).into()

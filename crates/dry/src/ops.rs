@@ -162,6 +162,13 @@ pub fn rms_norm_backward(dry: &Dry, op: RmsNormBackward<'_, Dry>) -> Result<Tens
     Ok(dx)
 }
 
+pub fn layer_norm_backward(dry: &Dry, op: LayerNormBackward<'_, Dry>) -> Result<Tensor<Dry>> {
+    let dx = op.result(dry)?;
+    op.dweight.make_own(dry)?;
+    dry.while_on_gpu([norm::column_sums_temporary::<Dry>(op.x.shape(), op.dweight.rows)])?;
+    Ok(dx)
+}
+
 pub fn add_bias_backward(dry: &Dry, op: AddBiasBackward<'_, Dry>) -> Result<()> {
     op.dbias.make_own(dry)?;
     dry.while_on_gpu([norm::column_sums_temporary::<Dry>(op.dy.shape(), op.dbias.rows)])
