@@ -111,13 +111,13 @@ macro_rules! for_each_op {
                 reads dk, dv, table, positions; plain key_dim, value_dim;
             }
             attention(Attention<'_, $B>) -> AttentionOut<$B> {
-                reads q, k, v; may_read windows, sinks; plain head_dim, value_dim, scale, seq_len;
+                reads q, k, v; may_read windows, sinks; plain head_dim, value_dim, scale, seq_len, causal;
             }
             attention_decode(AttentionDecode<'_, $B>) -> Tensor<$B> {
                 reads q, k, v; may_read sinks; plain head_dim, value_dim, scale, first, len;
             }
             attention_backward(AttentionBackward<'_, $B>) -> AttentionGrads<$B> {
-                reads q, k, v, out, lse, dout; may_read windows, sinks; plain head_dim, value_dim, scale, seq_len;
+                reads q, k, v, out, lse, dout; may_read windows, sinks; plain head_dim, value_dim, scale, seq_len, causal;
             }
             find_windows(FindWindows<'_, $B>) -> Windows<$B> { reads document; plain seq_len, window; }
             cross_entropy(CrossEntropy<'_, $B>) -> CrossEntropyOut<$B> {

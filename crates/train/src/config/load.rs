@@ -11,9 +11,9 @@ use super::init::fill_model;
 use super::preset::{in_shell, preset, preset_names};
 use super::values::{in_short, insert, join, lookup, settings};
 use super::{
-    Balance, CheckpointConfig, Combine, Config, DataConfig, EvalConfig, GroupScore, InitState,
-    LayerAttention, MIXTURE, MixtureSource, ModelConfig, OnError, Reductions, RopeScaling, RunConfig,
-    SYNTHETIC, Scores, TrainConfig, foreign,
+    Activation, Balance, CheckpointConfig, Combine, Config, DataConfig, EvalConfig, GroupScore, InitState,
+    LayerAttention, MIXTURE, MixtureSource, ModelConfig, NormKind, OnError, Reductions, RopeScaling,
+    RunConfig, SYNTHETIC, Scores, TrainConfig, foreign,
 };
 use crate::checks::recipe_file;
 use crate::error::{Error, Result};
@@ -187,12 +187,17 @@ impl Config {
         };
         let rope_scaling = RopeScaling { factor: 1.0, ..RopeScaling::default() };
         let model = ModelConfig {
+            activation: Activation::Gelu,
             attention_sinks: true,
             balance: Balance::Batch,
+            causal: false,
             group_score: GroupScore::Top2,
             groups: 2,
             kv_rank: 1,
             max_positions: 1 << 20,
+            mlp_bias: true,
+            norm: NormKind::Layer,
+            o_bias: true,
             q_rank: 1,
             qkv_bias: true,
             rope_dim: 1,

@@ -11,6 +11,7 @@
 //! the value 32.
 
 mod absent;
+mod activation;
 mod asked;
 mod combine;
 mod data;
@@ -40,6 +41,7 @@ use nibble_choice::routing::MOST_TREE_SLOTS;
 use nibble_core::{DType, DeviceKind, MeshShape, Recipe};
 
 pub(crate) use absent::absent;
+pub use activation::{Activation, NormKind};
 pub use combine::Combine;
 pub(crate) use data::USUAL_TEXT_KEY;
 pub use data::{DataConfig, MIXTURE, MixtureSource, OnError, RANDOM, SYNTHETIC};

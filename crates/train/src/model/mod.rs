@@ -171,7 +171,7 @@ impl<B: Kernels> Decoder<B> {
     pub fn params(&mut self) -> Vec<&mut Param<B>> {
         let mut params = vec![&mut self.embed.weight];
         params.extend(self.blocks.iter_mut().flat_map(Block::params));
-        params.push(&mut self.norm.weight);
+        params.extend(self.norm.params());
         params.extend(&mut self.head.own);
         params
     }

@@ -193,7 +193,7 @@ impl ParamSpec {
 pub enum PartKind {
     /// An embedding, which looks up a row of its weight for each token.
     Embedding,
-    /// An RMSNorm.
+    /// An RMSNorm, or a LayerNorm, which has a bias.
     Norm,
     /// Attention sinks, which are scores that belong to no key.
     Sinks,
@@ -254,6 +254,25 @@ impl Part {
         let weight =
             ParamSpec::vector(format!("{id}.weight"), Extent::of(width), Init::Ones, Update::Gradient);
         Self { id: id.to_owned(), kind: PartKind::Norm, group, weights: vec![weight] }
+    }
+
+    /// The same norm with a bias for each column, which makes it a LayerNorm. The bias follows the weight.
+    #[must_use]
+    pub fn with_norm_bias(mut self) -> Self {
+        let biases: Vec<ParamSpec> = self
+            .weights
+            .iter()
+            .map(|weight| {
+                ParamSpec::vector(
+                    format!("{}.bias", self.id),
+                    weight.cols.clone(),
+                    Init::Zeros,
+                    Update::Gradient,
+                )
+            })
+            .collect();
+        self.weights.extend(biases);
+        self
     }
 
     /// An attention sink for each head. The part is also its own parameter, `model.layers.3.self_attn.sinks`.

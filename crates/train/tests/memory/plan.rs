@@ -97,6 +97,8 @@ fn the_arenas_of_a_dense_model_too() {
         &["recipe=mxfp4-hopper", "model.tie_embeddings=false", "train.grad_dtype=bf16", "train.shards=1"],
         &["recipe=fp8-flow", "train.recompute=[\"attention\"]"],
         &["recipe=mxfp4-hopper", "train.recompute=[\"layers\"]"],
+        &["recipe=bf16", "model.activation=gelu", "model.mlp_bias=true", "model.norm=layer"],
+        &["recipe=mxfp4-hopper", "model.activation=gelu", "model.norm=layer", "train.recompute=[\"layers\"]"],
     ] {
         as_predicted(
             &Config::load("tiny-dense", &changes.iter().map(|c| (*c).to_owned()).collect::<Vec<_>>())
