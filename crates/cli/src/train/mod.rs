@@ -50,8 +50,8 @@ use std::sync::atomic::Ordering;
 )]
 pub struct Args {
     /// A built-in configuration or the path of a TOML file; with --resume, also the directory of a run. Small configurations: tiny,
-    /// tiny-dense, shakespeare, and a small model of each family, such as deepseek-v3-tiny. Configurations for a GPU: s, olmoe, qwen30b-4l,
-    /// dense1b, dsv3-1l. Configurations for --dry-run: published models, such as deepseek-v2-lite. The error for an unknown name lists all
+    /// tiny-dense, shakespeare, tiny-vit (images of MNIST), and a small model of each family, such as deepseek-v3-tiny. Configurations for a
+    /// GPU: s, olmoe, qwen30b-4l, dense1b, dsv3-1l. Configurations for --dry-run: published models, such as deepseek-v2-lite. The error for an unknown name lists all
     /// configurations. The config.toml of a run starts a new run with the same configuration.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,

@@ -56,6 +56,10 @@ fn cases() -> Vec<Case> {
         ("recipe", &[], "bf16", Weights),
         ("seed", &[], "1", Weights),
         ("model.vocab_size", &[], "300", Weights),
+        // A model of tokens is refused with keys of images.
+        ("model.image_size", &[], "28", Runs),
+        ("model.patch_size", &[], "7", Runs),
+        ("model.causal", &[], "false", Runs),
         ("model.d_model", &[], "64", Weights),
         ("model.layers", &[], "2", Weights),
         ("model.heads", &[], "4", Weights),
@@ -104,6 +108,9 @@ fn cases() -> Vec<Case> {
         ("model.route_scale", &[], "2.5", Weights),
         ("model.z_loss_coef", &[], "0.5", Weights),
         ("data.source", &[], "other.txt", Weights),
+        ("data.labels", &[], "other.txt", Runs),
+        ("data.valid_source", &[], "other.txt", Runs),
+        ("data.valid_labels", &[], "other.txt", Runs),
         ("data.bytes", &["data.source=picture.png"], "true", Runs),
         // Random tokens are below the size of its vocabulary.
         ("data.tokenizer", &["data.source=random", "model.vocab_size=0"], "tokenizer.json", Runs),

@@ -171,6 +171,9 @@ impl Config {
     /// A configuration whose TOML contains every key, including keys that are omitted at their default.
     fn with_every_key() -> Self {
         let data = DataConfig {
+            labels: "labels-idx1-ubyte".into(),
+            valid_source: "valid-idx3-ubyte".into(),
+            valid_labels: "valid-labels-idx1-ubyte".into(),
             bytes: true,
             tokenizer: "tokenizer.json".into(),
             bos_token: "none".into(),
@@ -193,11 +196,13 @@ impl Config {
             causal: false,
             group_score: GroupScore::Top2,
             groups: 2,
+            image_size: 28,
             kv_rank: 1,
             max_positions: 1 << 20,
             mlp_bias: true,
             norm: NormKind::Layer,
             o_bias: true,
+            patch_size: 7,
             q_rank: 1,
             qkv_bias: true,
             rope_dim: 1,

@@ -17,6 +17,7 @@ mod combine;
 mod data;
 mod device;
 mod foreign;
+mod images;
 mod init;
 mod layer_attention;
 mod load;
@@ -465,7 +466,7 @@ impl Config {
         self.data.source == SYNTHETIC
     }
 
-    /// Whether the tokens come from files.
+    /// Whether the tokens come from files of text or ids.
     #[must_use]
     pub fn is_text(&self) -> bool {
         !self.has_own_tokens()

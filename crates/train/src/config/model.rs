@@ -16,8 +16,15 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelConfig {
-    /// Number of rows of the embedding; 0 means the vocabulary size of the data.
+    /// Number of rows of the embedding; 0 means the vocabulary size of the data. For images, the number of classes.
     pub vocab_size: usize,
+    /// Side of the images of an image classifier, in pixels; 0 means a language model. An image has one channel.
+    #[serde(skip_serializing_if = "is_default")]
+    pub image_size: usize,
+    /// Side of the patches into which an image is divided, in pixels; divides `image_size`. A linear layer embeds each patch, and each
+    /// position has a learned vector instead of RoPE.
+    #[serde(skip_serializing_if = "is_default")]
+    pub patch_size: usize,
     /// Width of the residual stream.
     pub d_model: usize,
     /// Number of decoder layers.
@@ -143,10 +150,26 @@ impl ModelConfig {
     }
 }
 
+impl ModelConfig {
+    /// Whether the model classifies images.
+    #[must_use]
+    pub fn sees_images(&self) -> bool {
+        self.patch_size > 0
+    }
+
+    /// Number of patches of an image; 0 for a language model.
+    #[must_use]
+    pub fn num_patches(&self) -> usize {
+        self.image_size.checked_div(self.patch_size).unwrap_or(0).pow(2)
+    }
+}
+
 impl Default for ModelConfig {
     fn default() -> Self {
         Self {
             vocab_size: 0,
+            image_size: 0,
+            patch_size: 0,
             d_model: 64,
             layers: 2,
             heads: 4,

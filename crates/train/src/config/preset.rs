@@ -4,10 +4,11 @@ use std::borrow::Cow;
 use std::path::Path;
 
 /// Name and text of every built-in configuration that consists of one file. The default run is first.
-const PRESETS: [(&str, &str); 9] = [
+const PRESETS: [(&str, &str); 10] = [
     ("tiny", include_str!("../../configs/tiny.toml")),
     ("tiny-dense", include_str!("../../configs/tiny-dense.toml")),
     ("shakespeare", include_str!("../../configs/shakespeare.toml")),
+    ("tiny-vit", include_str!("../../configs/tiny-vit.toml")),
     ("s", include_str!("../../configs/s.toml")),
     ("olmoe", include_str!("../../configs/olmoe.toml")),
     ("qwen30b-4l", include_str!("../../configs/qwen30b-4l.toml")),

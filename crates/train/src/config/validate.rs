@@ -159,6 +159,7 @@ impl Config {
             })?;
         }
         self.validate_sources()?;
+        self.validate_image_data()?;
         require(d.seq_len > 0, "data.seq_len", || "is 0, expected at least 1".into())?;
         require(!self.is_synthetic() || d.seq_len.is_multiple_of(RECORD_TOKENS), "data.seq_len", || {
             format!(
@@ -379,6 +380,8 @@ fn validate_sizes(m: &ModelConfig) -> Result<()> {
     }
     for (key, value) in [
         ("model.d_model", m.d_model),
+        ("model.image_size", m.image_size),
+        ("model.patch_size", m.patch_size),
         ("model.heads", m.heads),
         ("model.kv_heads", m.kv_heads),
         ("model.head_dim", m.head_dim),
@@ -410,6 +413,7 @@ fn validate_sizes(m: &ModelConfig) -> Result<()> {
     validate_latent(m)?;
     m.validate_windows()?;
     validate_mask(m)?;
+    m.validate_images()?;
     positive("model.rope_theta", m.rope_theta)?;
     positive("model.norm_eps", m.norm_eps)?;
     m.rope_scaling.validate(m.rope_theta)

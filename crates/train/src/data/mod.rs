@@ -27,6 +27,7 @@ mod corpus;
 mod cursor;
 mod encode;
 mod fingerprint;
+mod images;
 mod loader;
 mod mixture;
 mod reading;
@@ -45,6 +46,7 @@ use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 use corpus::Corpus;
 
 pub(crate) use encode::Encoded;
+pub(crate) use images::{ImageCounts, Images};
 pub(crate) use reading::read_source;
 pub(crate) use source::holds_ids;
 
@@ -148,6 +150,8 @@ pub struct Dataset {
 enum TokenSource {
     Synthetic(Box<Language>),
     Files(Corpus),
+    /// Images with labels.
+    Images(Images),
     /// Uniform ids below this number, for speed measurements.
     Random {
         vocab_size: usize,
@@ -177,6 +181,10 @@ impl Dataset {
     /// # Errors
     /// The errors of [`Dataset::open`]; [`Error::Io`] if a token cache cannot be written.
     pub fn watched(config: &Config, watch: &mut dyn Watch) -> Result<Self> {
+        if config.model.sees_images() {
+            let source = TokenSource::Images(Images::open(config)?);
+            return Ok(Self { source, seq_len: config.data.seq_len, seed: config.seed, apart: false });
+        }
         if config.data.source == crate::config::RANDOM {
             let source = TokenSource::Random { vocab_size: config.model.vocab_size };
             let DataConfig { seq_len, document_mask: apart, .. } = config.data;
@@ -242,7 +250,7 @@ impl Dataset {
     pub fn given(&self, sequences: u64) -> Vec<Given> {
         match &self.source {
             TokenSource::Files(corpus) => corpus.given(sequences),
-            TokenSource::Synthetic(_) | TokenSource::Random { .. } => Vec::new(),
+            TokenSource::Synthetic(_) | TokenSource::Random { .. } | TokenSource::Images(_) => Vec::new(),
         }
     }
 
@@ -252,6 +260,7 @@ impl Dataset {
         match &self.source {
             TokenSource::Synthetic(_) => crate::files::sha256_hex(crate::config::SYNTHETIC.as_bytes()),
             TokenSource::Files(corpus) => corpus.sha256().to_owned(),
+            TokenSource::Images(images) => images.sha256().to_owned(),
             TokenSource::Random { vocab_size } => {
                 let name = format!("{} below {vocab_size}", crate::config::RANDOM);
                 crate::files::sha256_hex(name.as_bytes())
@@ -265,7 +274,16 @@ impl Dataset {
         match &self.source {
             TokenSource::Synthetic(_) => SYNTHETIC_VOCAB,
             TokenSource::Files(corpus) => corpus.vocab_size(),
+            TokenSource::Images(images) => images.classes(),
             TokenSource::Random { vocab_size } => *vocab_size,
+        }
+    }
+
+    /// The table of pixels that the ids of images are rows of, and its number of columns; `None` for tokens.
+    pub(crate) fn pixels(&self) -> Option<(Vec<f32>, usize)> {
+        match &self.source {
+            TokenSource::Images(images) => Some(images.pixels()),
+            TokenSource::Synthetic(_) | TokenSource::Files(_) | TokenSource::Random { .. } => None,
         }
     }
 
@@ -280,7 +298,7 @@ impl Dataset {
     pub fn entropy(&self) -> Option<Entropy> {
         match &self.source {
             TokenSource::Synthetic(language) => Some(language.entropy()),
-            TokenSource::Files(_) | TokenSource::Random { .. } => None,
+            TokenSource::Files(_) | TokenSource::Random { .. } | TokenSource::Images(_) => None,
         }
     }
 
@@ -300,6 +318,7 @@ impl Dataset {
                     self.separate_records(&mut batch, index);
                 }
                 TokenSource::Files(corpus) => corpus.train(cursor, &mut batch, index)?,
+                TokenSource::Images(images) => images.train(self.seed, cursor, &mut batch, index),
                 TokenSource::Random { vocab_size } => {
                     batch.set(index, random(self.seed, "data.train", *vocab_size, cursor, self.seq_len));
                 }
@@ -321,6 +340,7 @@ impl Dataset {
         match &self.source {
             TokenSource::Synthetic(_) => HELD_OUT_RECORDS * RECORD_TOKENS / self.seq_len,
             TokenSource::Files(corpus) => corpus.valid_windows(),
+            TokenSource::Images(images) => images.held_out(),
             TokenSource::Random { .. } => HELD_OUT_RANDOM.div_ceil(self.seq_len),
         }
     }
@@ -341,6 +361,7 @@ impl Dataset {
                     self.separate_records(&mut batch, index);
                 }
                 TokenSource::Files(corpus) => corpus.valid(window, &mut batch, index)?,
+                TokenSource::Images(images) => images.valid(window, &mut batch, index),
                 TokenSource::Random { vocab_size } => {
                     let tokens =
                         random(HELD_OUT_SEED, "data.valid", *vocab_size, window as u64, self.seq_len);

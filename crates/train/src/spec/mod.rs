@@ -16,7 +16,7 @@
 //! The parts and their ids:
 //!
 //! ```text
-//! model.embed_tokens
+//! model.embed_tokens                        or model.patch_embed, for images
 //! model.layers.0                            a block: one for each decoder layer
 //!   input_layernorm
 //!   self_attn                               q_proj  k_proj  v_proj  o_proj, and q_norm  k_norm, and sinks
@@ -54,6 +54,8 @@ const INIT_STD: f32 = 0.02;
 
 /// The id of the embedding, and of a tied head.
 const EMBED: &str = "model.embed_tokens";
+/// The id of the embedding of patches.
+const PATCHES: &str = "model.patch_embed";
 /// The id of a head with its own weight.
 const HEAD: &str = "lm_head";
 
@@ -110,7 +112,7 @@ impl ModelSpec {
         };
         Self {
             rope: rope(config),
-            embed: Part::embedding(EMBED, vocabulary, d_model, INIT_STD),
+            embed: embedding(config, vocabulary, d_model),
             runs: runs.into_iter().filter_map(run).collect(),
             norm: norm(config, "model.norm"),
             head: Part::head(head, tied, vocabulary, d_model, INIT_STD),
@@ -162,13 +164,25 @@ impl ModelSpec {
     }
 }
 
+/// The embedding of tokens, or of the patches of images.
+fn embedding(config: &ModelConfig, vocabulary: Size, d_model: Size) -> Part {
+    if !config.sees_images() {
+        return Part::embedding(EMBED, vocabulary, d_model, INIT_STD);
+    }
+    let positions = Size::new("data.seq_len", config.num_patches() + 1);
+    let pixels = Size::new("model.patch_size", config.patch_size.pow(2));
+    Part::patches(PATCHES, (positions, pixels), d_model, INIT_STD)
+}
+
 /// The key for the number of decoder layers.
 const LAYERS: &str = "model.layers";
 
 /// The rotation of queries and keys, for the last elements of each head or for all elements.
 fn rope(config: &ModelConfig) -> Rope {
     let dim = if config.kv_rank > 0 { config.rope_dim } else { config.head_dim };
-    Rope { dim, theta: config.rope_theta, scaling: config.rope_scaling }
+    // Positions of images have learned vectors.
+    let theta = if config.sees_images() { 0.0 } else { config.rope_theta };
+    Rope { dim, theta, scaling: config.rope_scaling }
 }
 
 /// The attention of the decoder layer of this number, with this id.

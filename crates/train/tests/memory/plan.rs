@@ -160,6 +160,15 @@ fn as_predicted(config: &Config, changes: &[&str]) {
 }
 
 #[test]
+fn the_arenas_of_a_classifier_of_images_too() {
+    use crate::models::images;
+    let dir = images::folder();
+    for recipe in ["bf16", "nvfp4"] {
+        as_predicted(&images::config(dir.path(), recipe, &[]), &[recipe]);
+    }
+}
+
+#[test]
 fn the_peak_of_a_schedule_is_that_of_its_largest_part() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("late.toml");
