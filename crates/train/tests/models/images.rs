@@ -30,7 +30,7 @@ fn write(dir: &Path, name: &str, count: usize) {
         let (image, y, x) = (at / (SIDE * SIDE), at / SIDE % SIDE, at % SIDE);
         let quarter = 2 * (2 * y / SIDE) + 2 * x / SIDE;
         let bright = if quarter == label(image) { 160.0 } else { 60.0 };
-        (bright + 30.0 * noise).clamp(0.0, 255.0) as u8
+        (bright + 15.0 * noise).clamp(0.0, 255.0) as u8
     };
     let pixels: Vec<u8> = noise.iter().enumerate().map(pixel).collect();
     let labels: Vec<u8> = (0..count).map(|image| label(image) as u8).collect();
@@ -41,7 +41,7 @@ fn write(dir: &Path, name: &str, count: usize) {
 /// Training images, whose number does not divide the batch size, and held-out images.
 pub fn folder() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
-    write(dir.path(), "train", 75);
+    write(dir.path(), "train", 300);
     write(dir.path(), "valid", 37);
     dir
 }
@@ -58,7 +58,7 @@ fn overrides(dir: &Path, recipe: &str, changes: &[&str]) -> Vec<String> {
         format!("model.vocab_size={CLASSES}"),
     ];
     let sizes =
-        ["model.patch_size=4", "data.seq_len=5", "train.batch_size=128", "train.steps=60", "train.lr=1e-2"];
+        ["model.patch_size=4", "data.seq_len=5", "train.batch_size=128", "train.steps=60", "train.lr=4e-3"];
     let changes = sizes.iter().chain(changes).map(|change| (*change).to_owned());
     files.into_iter().chain(changes).collect()
 }
@@ -121,7 +121,7 @@ fn files_that_are_wrong_are_named() {
     let path = |name: &str| dir.path().join(name).display().to_string();
     let labels = format!("data.labels={}", path("valid-labels"));
     let e = error(&[&labels]);
-    assert!(e.contains("valid-labels") && e.contains("has 37 labels") && e.contains("75 images"), "{e}");
+    assert!(e.contains("valid-labels") && e.contains("has 37 labels") && e.contains("300 images"), "{e}");
     let images = format!("data.labels={}", path("train-images"));
     let e = error(&[&images]);
     assert!(e.contains("is no IDX file of labels: it begins with 0x00000803, expected 0x00000801"), "{e}");
@@ -136,7 +136,7 @@ fn files_that_are_wrong_are_named() {
     let e = error(&["model.causal=true"]);
     assert!(e.contains("`model.causal`: is true, but model.image_size is set"), "{e}");
     for (cut, expected) in
-        [(-1, "has only 4799 bytes after its header, which says 4800"), (1, "has more bytes")]
+        [(-1, "has only 19199 bytes after its header, which says 19200"), (1, "has more bytes")]
     {
         let mut bytes = fs::read(path("train-images")).unwrap();
         bytes.resize((bytes.len() as i64 + cut) as usize, 0);
