@@ -101,7 +101,7 @@ pub fn normal_cdf(x: f32) -> (f32, f32) {
     let p = p.mul_add(t, 0.107_507_09);
     let p = p.mul_add(t, 0.107_722_76);
     let tail = power * (t * p);
-    (if x < 0.0 { tail } else { 1.0 - tail }, power * 0.398_942_28)
+    (if x < 0.0 { tail } else { 1.0 - tail }, power * 0.398_942_3)
 }
 
 /// GELU with the error function, x · Φ(x) = x/2 · (1 + erf(x/√2)), as `torch.nn.GELU()`. The result is NaN at −infinity.
