@@ -15,6 +15,7 @@
 //! * A row without ids is an error with the row's number, or is left out and counted. A new kind of file needs a file in `source/`, an
 //!   entry of `KINDS`, and a writer in `tests/kinds.rs`, which the tests of all kinds use.
 //! * A single plain text with bytes as tokens is read in place; all other sources are read through a token cache (`cache/`).
+//! * Images with labels (`images.rs`) are read as a whole, and a batch has rows of a table of pixels in place of token ids.
 //! * A dataset's SHA-256 is the hash of the dataset's tokens. So a text has the same hash whether it is plain, compressed, or one line of
 //!   JSON.
 //! * Memory is bounded by the batches in flight (8 MiB of rows each) and by the longest row (at most 64 MiB; a longer row is an error).
