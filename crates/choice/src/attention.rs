@@ -46,7 +46,15 @@ pub enum AttentionPath {
 }
 
 impl AttentionPath {
-    /// The path for the head sizes `heads` of (queries and keys, values).
+    /// The path with or without the causal mask, for head sizes as in [`AttentionPath::of`].
+    pub fn masked(dtype: DType, heads: (usize, usize), causal: bool) -> Self {
+        match causal {
+            true => Self::of(dtype, heads),
+            false => Self::OrdinaryCores { why: "no causal mask".into() },
+        }
+    }
+
+    /// The path under the causal mask for the head sizes `heads` of (queries and keys, values).
     pub fn of(dtype: DType, heads: (usize, usize)) -> Self {
         let of = |(head, value)| match head == value {
             true => format!("{head}"),
@@ -138,7 +146,8 @@ pub fn backward_temporaries<B: Backend>(op: &AttentionBackward<'_, B>) -> Vec<Te
         [heads, op.k.cols / op.head_dim],
         op.seq_len,
     );
-    let score_grads = stored.filter(|_| op.q.dtype() == DType::Bf16).map(|stored| stored.bytes());
+    let score_grads =
+        stored.filter(|_| op.q.dtype() == DType::Bf16 && op.causal).map(|stored| stored.bytes());
     let queries = ["log-sum-exp", "out · dout"].map(|what| Temporary::new(what, bytes));
     queries.into_iter().chain(score_grads.map(|bytes| Temporary::new("gradients of scores", bytes))).collect()
 }

@@ -158,6 +158,13 @@ pub fn rms_norm_backward(op: &RmsNormBackward<'_, Dry>) -> Counted {
     Work::reads(&[op.x, op.weight, op.inv_rms, op.dy, &op.plus, dweight]).writes(None, &[dweight]).into()
 }
 
+pub fn layer_norm_backward(op: &LayerNormBackward<'_, Dry>) -> Counted {
+    let dweight: &Tensor<Dry> = op.dweight;
+    Work::reads(&[op.x, op.weight, op.mean, op.inv_std, op.dy, &op.plus, dweight])
+        .writes(None, &[dweight])
+        .into()
+}
+
 pub fn add_bias(op: &AddBias<'_, Dry>) -> Counted {
     let x: &Tensor<Dry> = op.x;
     Work::reads(&[x, op.bias]).writes(None, &[x]).into()
@@ -194,7 +201,7 @@ pub fn assemble_kv_backward(op: &AssembleKvBackward<'_, Dry>) -> Counted {
 
 /// As if sequences were single documents: which keys documents hide is not known here.
 pub fn attention(op: &Attention<'_, Dry>) -> Counted {
-    let pairs = causal_pairs(op.q.rows, op.seq_len, op.windows);
+    let pairs = pairs(op.q.rows, op.seq_len, op.causal, op.windows);
     let flops = attends(op.q, (op.head_dim, op.value_dim), [pairs; 2]);
     whole_operands::attention(op).with_flops(flops)
 }
@@ -210,7 +217,7 @@ pub fn attention_decode(op: &AttentionDecode<'_, Dry>) -> Counted {
 /// The backward pass has five products and the forward pass two, because the scores are recomputed: scores, dq and dk have size head_dim;
 /// dP and dv have size value_dim.
 pub fn attention_backward(op: &AttentionBackward<'_, Dry>) -> Counted {
-    let pairs = causal_pairs(op.q.rows, op.seq_len, op.windows);
+    let pairs = pairs(op.q.rows, op.seq_len, op.causal, op.windows);
     let flops = attends(op.q, (op.head_dim, op.value_dim), [3.0 * pairs, 2.0 * pairs]);
     whole_operands::attention_backward(op).with_flops(flops)
 }
@@ -224,7 +231,10 @@ fn attends(q: &Tensor<Dry>, (head_dim, value_dim): (usize, usize), [keys, values
 }
 
 /// What a causal mask and a sliding window leave of each sequence's square.
-fn causal_pairs(tokens: usize, seq_len: usize, windows: Option<&Windows<Dry>>) -> f64 {
+fn pairs(tokens: usize, seq_len: usize, causal: bool, windows: Option<&Windows<Dry>>) -> f64 {
+    if !causal {
+        return tokens as f64 * seq_len as f64;
+    }
     tokens as f64 * mean_keys(seq_len, windows.map_or(seq_len, |windows| windows.most_keys))
 }
 

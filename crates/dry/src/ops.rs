@@ -162,6 +162,13 @@ pub fn rms_norm_backward(dry: &Dry, op: RmsNormBackward<'_, Dry>) -> Result<Tens
     Ok(dx)
 }
 
+pub fn layer_norm_backward(dry: &Dry, op: LayerNormBackward<'_, Dry>) -> Result<Tensor<Dry>> {
+    let dx = op.result(dry)?;
+    op.dweight.make_own(dry)?;
+    dry.while_on_gpu([norm::column_sums_temporary::<Dry>(op.x.shape(), op.dweight.rows)])?;
+    Ok(dx)
+}
+
 pub fn add_bias_backward(dry: &Dry, op: AddBiasBackward<'_, Dry>) -> Result<()> {
     op.dbias.make_own(dry)?;
     dry.while_on_gpu([norm::column_sums_temporary::<Dry>(op.dy.shape(), op.dbias.rows)])
@@ -193,14 +200,14 @@ fn note_attention(
     dry: &Dry,
     op: &'static str,
     q: &Tensor<Dry>,
-    heads: (usize, usize),
+    (heads, causal): ((usize, usize), bool),
     (seq_len, products): (usize, f64),
 ) -> Result<()> {
     if !dry.is_gpu() {
         return Ok(());
     }
     attention::check_heads(op, heads)?;
-    if let AttentionPath::OrdinaryCores { why } = AttentionPath::of(q.dtype(), heads) {
+    if let AttentionPath::OrdinaryCores { why } = AttentionPath::masked(q.dtype(), heads, causal) {
         let flops = products * (q.rows * q.cols) as f64 * seq_len as f64;
         dry.inner.slow.note(Slow { op, why, flops });
     }
@@ -208,12 +215,13 @@ fn note_attention(
 }
 
 pub fn attention(dry: &Dry, op: Attention<'_, Dry>) -> Result<AttentionOut<Dry>> {
-    note_attention(dry, "attention", op.q, (op.head_dim, op.value_dim), (op.seq_len, 2.0))?;
+    note_attention(dry, "attention", op.q, ((op.head_dim, op.value_dim), op.causal), (op.seq_len, 2.0))?;
     op.result(dry)
 }
 
 pub fn attention_backward(dry: &Dry, op: AttentionBackward<'_, Dry>) -> Result<AttentionGrads<Dry>> {
-    note_attention(dry, "attention_backward", op.q, (op.head_dim, op.value_dim), (op.seq_len, 5.0))?;
+    let heads = (op.head_dim, op.value_dim);
+    note_attention(dry, "attention_backward", op.q, (heads, op.causal), (op.seq_len, 5.0))?;
     let grads = op.result(dry)?;
     dry.while_on_gpu(attention::backward_temporaries(&op))?;
     Ok(grads)

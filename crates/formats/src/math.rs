@@ -3,7 +3,7 @@
 //! The functions use only IEEE additions, multiplications, divisions, square roots, explicit fused multiply-adds and integer operations, in
 //! a fixed order. The functions have no branches (special cases are selected at the end), so that a vectorised loop over them gives the
 //! same bits in each lane. The tests measure errors against double precision: `exp` and `log` are within 1 ulp, `rsqrt` within 1.5 ulp,
-//! `sigmoid` within 2.1 ulp, and `silu` within 3 ulp.
+//! `sigmoid` within 2.1 ulp, and `silu` within 3 ulp; from −1 on, Φ is within 7 ulp, and `gelu` within 8 ulp.
 
 use std::f32::consts::LOG2_E;
 
@@ -81,6 +81,40 @@ pub fn sigmoid(x: f32) -> f32 {
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {
     x * sigmoid(x)
+}
+
+/// The standard normal distribution Φ(x) and its density φ(x) = e^(−x²/2)/√(2π).
+///
+/// Φ(−|x|) = e^(−x²/2) · t · P(t) with t = 1/(1 + 0.27·|x|), where P is a polynomial of degree 8 that interpolates the quotient at
+/// Chebyshev points; its relative error is below 3e-8. Φ(|x|) = 1 − Φ(−|x|). Below −1, the error of Φ grows with the rounding of x² in
+/// the exponential; both results are 0 from |x| = 14.5 on.
+#[inline(always)]
+pub fn normal_cdf(x: f32) -> (f32, f32) {
+    let power = exp(-0.5 * (x * x));
+    let t = 1.0 / x.abs().mul_add(0.27, 1.0);
+    let p = t.mul_add(0.029_205_834, -0.127_722_56);
+    let p = p.mul_add(t, 0.172_436_1);
+    let p = p.mul_add(t, -0.072_344_56);
+    let p = p.mul_add(t, 0.110_054_22);
+    let p = p.mul_add(t, 0.071_077_58);
+    let p = p.mul_add(t, 0.102_063_55);
+    let p = p.mul_add(t, 0.107_507_09);
+    let p = p.mul_add(t, 0.107_722_76);
+    let tail = power * (t * p);
+    (if x < 0.0 { tail } else { 1.0 - tail }, power * 0.398_942_3)
+}
+
+/// GELU with the error function, x · Φ(x) = x/2 · (1 + erf(x/√2)), as `torch.nn.GELU()`. The result is NaN at −infinity.
+#[inline(always)]
+pub fn gelu(x: f32) -> f32 {
+    x * normal_cdf(x).0
+}
+
+/// The derivative of [`gelu`]: Φ(x) + x · φ(x), with one fused multiply-add.
+#[inline(always)]
+pub fn gelu_derivative(x: f32) -> f32 {
+    let (cdf, density) = normal_cdf(x);
+    x.mul_add(density, cdf)
 }
 
 /// 1/√x, with two IEEE roundings: the square root and the division.

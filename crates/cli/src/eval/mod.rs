@@ -157,13 +157,17 @@ impl Work for Evaluation<'_> {
             evaluating_line(done, of);
             Ok(true)
         };
-        let loss = trainer.evaluate_while(0, &mut go_on)?.and_then(|found| found.loss());
+        let found = trainer.evaluate_while(0, &mut go_on)?;
+        let loss = found.and_then(|found| found.loss());
         match checkpoint.map(|checkpoint| (checkpoint.path().display(), checkpoint.position().step)) {
             Some((path, step)) => say!("checkpoint: {path} (step {})", thousands(step)),
             None => say!("model: {}", path.display()),
         }
         say!("recipe: {}  data: {}", trainer.recipe().name, config.data.described());
         say!("{}", held_out_line(loss, unit));
+        if let Some(accuracy) = found.and_then(|found| found.accuracy()) {
+            say!("held-out accuracy: {:.2} %", 100.0 * accuracy);
+        }
         if let (Some(entropy), Some(loss)) = (entropy, loss) {
             say!("{}", against(entropy, loss));
         }

@@ -169,6 +169,14 @@ impl Observer for Console {
         self.say(&format!("step: {step}  held-out loss: {told}"));
     }
 
+    fn accuracy(&mut self, step: u64, right: u64, share: f64) {
+        self.say(&format!(
+            "step: {step}  held-out accuracy: {:.2} % ({} images)",
+            100.0 * share,
+            thousands(right)
+        ));
+    }
+
     fn task(&mut self, step: u64, name: &str, scored: &Scored) {
         self.say(&format!("step: {step}  task {name}: {scored}"));
     }

@@ -54,9 +54,9 @@ use std::sync::atomic::Ordering;
 )]
 pub struct Args {
     /// Configuration of the run: the name of a built-in configuration or the path of a TOML file; with --resume, also the directory of a
-    /// run. Small built-in configurations are tiny, tiny-dense, shakespeare, and one configuration per model family, such as
-    /// deepseek-v3-tiny. Built-in configurations for a GPU are s, olmoe, qwen30b-4l, dense1b, dsv2-lite-8l and dsv3-1l. Built-in configurations for
-    /// --dry-run are the published models, such as deepseek-v2-lite. The error message for an unknown name lists all built-in
+    /// run. Small built-in configurations are tiny, tiny-dense, shakespeare, tiny-vit (images of MNIST), and one configuration
+    /// per model family, such as deepseek-v3-tiny. Built-in configurations for a GPU are s, olmoe, qwen30b-4l, dense1b, dsv2-lite-8l and dsv3-1l. Built-in
+    /// configurations for --dry-run are the published models, such as deepseek-v2-lite. The error message for an unknown name lists all built-in
     /// configurations. If CONFIG is the config.toml of an earlier run, starts a new run with the same configuration.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,

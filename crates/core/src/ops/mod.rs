@@ -79,6 +79,8 @@ macro_rules! for_each_op {
             swiglu_backward(SwigluBackward<'_, $B>) -> SwigluGrads<$B> {
                 reads h, da; may_read weight, groups; plain dh, a;
             }
+            gelu(Gelu<'_, $B>) -> Tensor<$B> { reads h; }
+            gelu_backward(GeluBackward<'_, $B>) -> Tensor<$B> { reads h, da; }
             init_normal(InitNormal) -> Tensor<$B> { plain stream, first, rows, cols, std; }
             gemm(Gemm<'_, $B>) -> Tensor<$B> { reads a, b; plain out; }
             grouped_gemm(GroupedGemm<'_, $B>) -> Tensor<$B> { reads x, w, groups; plain out; }
@@ -88,6 +90,10 @@ macro_rules! for_each_op {
             rms_norm(RmsNorm<'_, $B>) -> RmsNormOut<$B> { reads x, weight; may_read plus; plain eps; }
             rms_norm_backward(RmsNormBackward<'_, $B>) -> Tensor<$B> {
                 reads x, weight, inv_rms, dy; may_read plus; writes dweight;
+            }
+            layer_norm(LayerNorm<'_, $B>) -> LayerNormOut<$B> { reads x, weight, bias; may_read plus; plain eps; }
+            layer_norm_backward(LayerNormBackward<'_, $B>) -> Tensor<$B> {
+                reads x, weight, mean, inv_std, dy; may_read plus; writes dweight;
             }
             norm_rope(NormRope<'_, $B>) -> RmsNormOut<$B> {
                 reads x, weight, table, positions; plain eps;
@@ -105,13 +111,13 @@ macro_rules! for_each_op {
                 reads dk, dv, table, positions; plain key_dim, value_dim;
             }
             attention(Attention<'_, $B>) -> AttentionOut<$B> {
-                reads q, k, v; may_read windows, sinks; plain head_dim, value_dim, scale, seq_len;
+                reads q, k, v; may_read windows, sinks; plain head_dim, value_dim, scale, seq_len, causal;
             }
             attention_decode(AttentionDecode<'_, $B>) -> Tensor<$B> {
                 reads q, k, v; may_read sinks; plain head_dim, value_dim, scale, first, len;
             }
             attention_backward(AttentionBackward<'_, $B>) -> AttentionGrads<$B> {
-                reads q, k, v, out, lse, dout; may_read windows, sinks; plain head_dim, value_dim, scale, seq_len;
+                reads q, k, v, out, lse, dout; may_read windows, sinks; plain head_dim, value_dim, scale, seq_len, causal;
             }
             find_windows(FindWindows<'_, $B>) -> Windows<$B> { reads document; plain seq_len, window; }
             cross_entropy(CrossEntropy<'_, $B>) -> CrossEntropyOut<$B> {
@@ -160,6 +166,7 @@ macro_rules! for_each_result {
             SwigluGrads { dh: part, a: part, dweight: buffer }
             EmbedOut { x: part, bad_ids: counter }
             RmsNormOut { y: part, inv_rms: buffer, sum: part }
+            LayerNormOut { y: part, mean: buffer, inv_std: buffer, sum: part }
             AttentionOut { out: part, lse: per_row(out) }
             AttentionGrads { dq: part, dk: part, dv: part, dsinks: part }
             AssembledKv { k: part, v: part }

@@ -62,6 +62,50 @@ fn sigmoid_and_silu_are_as_exact_as_promised() {
     sweep("silu", silu, 3.0);
 }
 
+/// Φ of 1 to 10 by the error function's continued fraction, and of −1 to 1 by its series, both in F64.
+fn normal_cdf_f64(x: f64) -> f64 {
+    let z = x.abs() / std::f64::consts::SQRT_2;
+    let tail = if z < 1.5 {
+        let (mut term, mut sum) = (z, z);
+        for n in 1..60 {
+            term *= -z * z / f64::from(n);
+            sum += term / f64::from(2 * n + 1);
+        }
+        0.5 - sum / std::f64::consts::PI.sqrt()
+    } else {
+        let fraction = (1..200).rev().fold(z, |below, n| z + f64::from(n) / 2.0 / below);
+        (-z * z).exp() / fraction / std::f64::consts::PI.sqrt() / 2.0
+    };
+    if x < 0.0 { tail } else { 1.0 - tail }
+}
+
+#[test]
+fn gelu_is_as_exact_as_promised() {
+    let cdf = |x| math::normal_cdf(x).0;
+    sweep("normal cdf from -1 on", worst(cdf, normal_cdf_f64, |x| (-1.0..20.0).contains(&x)), 7.0);
+    sweep(
+        "gelu from -1 on",
+        worst(math::gelu, |x| x * normal_cdf_f64(x), |x| (-1.0..20.0).contains(&x)),
+        8.0,
+    );
+    // The rounding of x² in the exponential grows as x².
+    for x in (-4096..0).map(|i| i as f32 / 400.0) {
+        let (got, want) = (f64::from(math::gelu(x)), f64::from(x) * normal_cdf_f64(f64::from(x)));
+        let bound = 4e-7 + 6e-8 * f64::from(x).powi(2);
+        assert!((got / want - 1.0).abs() < bound, "{x}: {got:e} for {want:e}");
+        let density = (-f64::from(x).powi(2) / 2.0).exp() / (2.0 * std::f64::consts::PI).sqrt();
+        assert!((f64::from(math::normal_cdf(x).1) / density - 1.0).abs() < bound, "{x}");
+        let slope = normal_cdf_f64(f64::from(x)) + f64::from(x) * density;
+        assert!((f64::from(math::gelu_derivative(x)) - slope).abs() < 3e-7, "{x}");
+    }
+    assert_eq!(math::gelu(f32::INFINITY), f32::INFINITY);
+    assert_eq!((math::gelu(-15.0), math::gelu_derivative(-15.0)), (-0.0, 0.0));
+    assert_eq!((math::gelu(15.0), math::gelu_derivative(15.0)), (15.0, 1.0));
+    for x in [f32::NAN, f32::NEG_INFINITY] {
+        assert!(math::gelu(x).is_nan());
+    }
+}
+
 #[test]
 fn rsqrt_is_within_its_two_roundings() {
     sweep("rsqrt", worst(math::rsqrt, |x| 1.0 / x.sqrt(), |x| x > 0.0), 1.5);

@@ -14,6 +14,15 @@ pub struct DataConfig {
     /// files of known kinds are read in order of their names. Files contain text, JSON Lines, JSON arrays, Parquet, or token ids; text and
     /// JSON may be compressed with gzip or zstd.
     pub source: String,
+    /// The labels of the images in `source`, an IDX file like those of MNIST, for an image classifier (`model.image_size`).
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub labels: String,
+    /// The held-out images of an image classifier, an IDX file.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub valid_source: String,
+    /// The labels of `valid_source`.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub valid_labels: String,
     /// Whether to read a file as plain bytes, even if it begins like an archive, an image or another binary format.
     #[serde(skip_serializing_if = "is_default")]
     pub bytes: bool,
@@ -66,6 +75,9 @@ impl Default for DataConfig {
     fn default() -> Self {
         Self {
             source: SYNTHETIC.into(),
+            labels: String::new(),
+            valid_source: String::new(),
+            valid_labels: String::new(),
             bytes: false,
             tokenizer: String::new(),
             bos_token: AUTO.into(),

@@ -101,6 +101,10 @@ const NAMES: &[(Meaning, &str)] = &[
     (Key("model.tie_embeddings"), "tie_word_embeddings tied_embeddings weight_tying"),
     (Key("model.aux_loss_coef"), "router_aux_loss_coef moe_aux_loss_coeff aux_loss_alpha load_balance_coeff"),
     (Key("model.qkv_bias"), "attention_bias use_qkv_bias add_qkv_bias qkv_proj_bias"),
+    (Key("model.o_bias"), "attention_out_bias o_proj_bias out_proj_bias use_o_bias"),
+    (Key("model.mlp_bias"), "use_mlp_bias ffn_bias add_bias_linear"),
+    (Key("model.norm"), "norm_type normalization_type normalization"),
+    (Key("model.activation"), "hidden_act hidden_activation activation_function activation_func"),
     (Key("model.attention_sinks"), "attn_sinks use_sinks use_attention_sinks learnable_sink"),
     (
         Key("model.sliding_window"),

@@ -11,9 +11,9 @@ use super::init::fill_model;
 use super::preset::{in_shell, preset, preset_names};
 use super::values::{in_short, insert, join, lookup, settings};
 use super::{
-    Balance, CheckpointConfig, Combine, Config, DataConfig, EvalConfig, GroupScore, InitState,
-    LayerAttention, MIXTURE, MixtureSource, ModelConfig, OnError, Reductions, RopeScaling, RunConfig,
-    SYNTHETIC, Scores, TrainConfig, foreign,
+    Activation, Balance, CheckpointConfig, Combine, Config, DataConfig, EvalConfig, GroupScore, InitState,
+    LayerAttention, MIXTURE, MixtureSource, ModelConfig, NormKind, OnError, Reductions, RopeScaling,
+    RunConfig, SYNTHETIC, Scores, TrainConfig, foreign,
 };
 use crate::checks::recipe_file;
 use crate::error::{Error, Result};
@@ -172,6 +172,9 @@ impl Config {
     /// A configuration whose TOML contains every key, including keys that are omitted at their default.
     fn with_every_key() -> Self {
         let data = DataConfig {
+            labels: "labels-idx1-ubyte".into(),
+            valid_source: "valid-idx3-ubyte".into(),
+            valid_labels: "valid-labels-idx1-ubyte".into(),
             bytes: true,
             tokenizer: "tokenizer.json".into(),
             bos_token: "none".into(),
@@ -188,12 +191,19 @@ impl Config {
         };
         let rope_scaling = RopeScaling { factor: 1.0, ..RopeScaling::default() };
         let model = ModelConfig {
+            activation: Activation::Gelu,
             attention_sinks: true,
             balance: Balance::Batch,
+            causal: false,
             group_score: GroupScore::Top2,
             groups: 2,
+            image_size: 28,
             kv_rank: 1,
             max_positions: 1 << 20,
+            mlp_bias: true,
+            norm: NormKind::Layer,
+            o_bias: true,
+            patch_size: 7,
             q_rank: 1,
             qkv_bias: true,
             rope_dim: 1,

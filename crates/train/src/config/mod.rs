@@ -11,11 +11,13 @@
 //! the value 32.
 
 mod absent;
+mod activation;
 mod asked;
 mod combine;
 mod data;
 mod device;
 mod foreign;
+mod images;
 mod init;
 mod layer_attention;
 mod load;
@@ -40,6 +42,7 @@ use nibble_choice::routing::MOST_TREE_SLOTS;
 use nibble_core::{DType, DeviceKind, MeshShape, Recipe};
 
 pub(crate) use absent::absent;
+pub use activation::{Activation, NormKind};
 pub use combine::Combine;
 pub(crate) use data::USUAL_TEXT_KEY;
 pub use data::{DataConfig, MIXTURE, MixtureSource, OnError, RANDOM, SYNTHETIC};
@@ -467,7 +470,7 @@ impl Config {
         self.data.source == SYNTHETIC
     }
 
-    /// Whether the tokens come from files.
+    /// Whether the tokens come from files of text or ids.
     #[must_use]
     pub fn is_text(&self) -> bool {
         !self.has_own_tokens()

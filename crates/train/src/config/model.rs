@@ -1,7 +1,10 @@
 //! The table `[model]`: the shape of a decoder and its losses.
 
 use super::require::{fail, require};
-use super::{GroupScore, LayerAttention, QkNorm, RopeScaling, Scores, is_default, is_one};
+use super::{
+    Activation, GroupScore, LayerAttention, NormKind, QkNorm, RopeScaling, Scores, is_default, is_one,
+    is_true,
+};
 use crate::error::Result;
 use nibble_core::ops::ExpertGroups;
 use serde::{Deserialize, Serialize};
@@ -13,8 +16,15 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelConfig {
-    /// Number of rows of the embedding; 0 means the vocabulary size of the data.
+    /// Number of rows of the embedding; 0 means the vocabulary size of the data. For images, the number of classes.
     pub vocab_size: usize,
+    /// Side of the images of an image classifier, in pixels; 0 means a language model. An image has one channel.
+    #[serde(skip_serializing_if = "is_default")]
+    pub image_size: usize,
+    /// Side of the patches into which an image is divided, in pixels; divides `image_size`. A linear layer embeds each patch, and each
+    /// position has a learned vector instead of RoPE.
+    #[serde(skip_serializing_if = "is_default")]
+    pub patch_size: usize,
     /// Width of the residual stream.
     pub d_model: usize,
     /// Number of decoder layers.
@@ -33,10 +43,17 @@ pub struct ModelConfig {
     /// Whether the projections to queries, keys and values have biases, as in Qwen2.5. Not available with `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub qkv_bias: bool,
+    /// Whether the projection of attention's output has a bias. Not available with `kv_rank`.
+    #[serde(skip_serializing_if = "is_default")]
+    pub o_bias: bool,
     /// Whether each query head has an attention sink, a learnt logit in its softmax that has no value, as in GPT-OSS. Not available with
     /// `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub attention_sinks: bool,
+    /// Whether a query sees no key after its own. `false`: each query sees its whole sequence; only for images (`data.labels`), because a
+    /// language model would see the token that it predicts.
+    #[serde(skip_serializing_if = "is_true")]
+    pub causal: bool,
     /// Sliding window: the largest number of keys that a query attends to, including its own key, as in Mistral; 0 means no limit.
     #[serde(skip_serializing_if = "is_default")]
     pub sliding_window: usize,
@@ -44,6 +61,15 @@ pub struct ModelConfig {
     /// GPT-OSS. An empty list means all layers.
     #[serde(skip_serializing_if = "is_default")]
     pub sliding_window_layers: Vec<LayerAttention>,
+    /// The norm of the residual stream: `rms`, or `layer` for LayerNorm, which has biases.
+    #[serde(skip_serializing_if = "is_default")]
+    pub norm: NormKind,
+    /// What is between the two projections of an MLP: `swiglu`, or `gelu` for one projection and GELU. Only without experts.
+    #[serde(skip_serializing_if = "is_default")]
+    pub activation: Activation,
+    /// Whether the projections of MLPs have biases. Only without experts.
+    #[serde(skip_serializing_if = "is_default")]
+    pub mlp_bias: bool,
     /// Width inside the MLP of a dense layer; 0 means that no layer is dense.
     pub ffn: usize,
     /// Number of leading dense layers in a model with experts. In a model without experts all layers are dense, and this number is 0.
@@ -83,7 +109,7 @@ pub struct ModelConfig {
     pub route_scale: f64,
     /// Base of the RoPE frequencies.
     pub rope_theta: f64,
-    /// ε of RMSNorm.
+    /// ε of RMSNorm and LayerNorm.
     pub norm_eps: f64,
     /// Whether the output head shares the embedding's weight.
     pub tie_embeddings: bool,
@@ -124,10 +150,26 @@ impl ModelConfig {
     }
 }
 
+impl ModelConfig {
+    /// Whether the model classifies images.
+    #[must_use]
+    pub fn sees_images(&self) -> bool {
+        self.patch_size > 0
+    }
+
+    /// Number of patches of an image; 0 for a language model.
+    #[must_use]
+    pub fn num_patches(&self) -> usize {
+        self.image_size.checked_div(self.patch_size).unwrap_or(0).pow(2)
+    }
+}
+
 impl Default for ModelConfig {
     fn default() -> Self {
         Self {
             vocab_size: 0,
+            image_size: 0,
+            patch_size: 0,
             d_model: 64,
             layers: 2,
             heads: 4,
@@ -136,9 +178,14 @@ impl Default for ModelConfig {
             value_head_dim: 0,
             qk_norm: QkNorm::Heads,
             qkv_bias: false,
+            o_bias: false,
             attention_sinks: false,
+            causal: true,
             sliding_window: 0,
             sliding_window_layers: Vec::new(),
+            norm: NormKind::Rms,
+            activation: Activation::Swiglu,
+            mlp_bias: false,
             ffn: 0,
             dense_layers: 0,
             experts: 8,

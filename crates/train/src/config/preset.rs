@@ -8,6 +8,7 @@ const PRESETS: [(&str, &str); 10] = [
     ("tiny", include_str!("../../configs/tiny.toml")),
     ("tiny-dense", include_str!("../../configs/tiny-dense.toml")),
     ("shakespeare", include_str!("../../configs/shakespeare.toml")),
+    ("tiny-vit", include_str!("../../configs/tiny-vit.toml")),
     ("s", include_str!("../../configs/s.toml")),
     ("olmoe", include_str!("../../configs/olmoe.toml")),
     ("qwen30b-4l", include_str!("../../configs/qwen30b-4l.toml")),

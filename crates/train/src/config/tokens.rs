@@ -216,6 +216,9 @@ impl Config {
     /// needs no file.)
     #[must_use]
     pub fn unit(&self) -> &'static str {
+        if self.model.sees_images() {
+            return "image";
+        }
         self.tokenizer().ok().flatten().map_or("token", |tokenizer| tokenizer.unit())
     }
 
@@ -259,8 +262,8 @@ impl Config {
         self.is_text() && self.tokenizer_place() == TokenizerIn::Nowhere && !self.holds_ids()
     }
 
-    /// Whether `data.source` defines its own tokens.
+    /// Whether `data.source` defines its own tokens, as images do.
     pub(super) fn has_own_tokens(&self) -> bool {
-        [SYNTHETIC, RANDOM].contains(&self.data.source.as_str())
+        self.model.sees_images() || [SYNTHETIC, RANDOM].contains(&self.data.source.as_str())
     }
 }

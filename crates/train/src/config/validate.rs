@@ -5,8 +5,8 @@
 use super::require::{fail, not_negative, positive, require};
 use super::values::settings;
 use super::{
-    Balance, Combine, Config, DeviceChoice, InitState, MIXTURE, MixtureSource, ModelConfig, QkNorm, RANDOM,
-    SYNTHETIC, ScheduleKind,
+    Activation, Balance, Combine, Config, DeviceChoice, InitState, MIXTURE, MixtureSource, ModelConfig,
+    QkNorm, RANDOM, SYNTHETIC, ScheduleKind,
 };
 use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
 use crate::error::Result;
@@ -150,6 +150,7 @@ impl Config {
             })?;
         }
         self.validate_sources()?;
+        self.validate_image_data()?;
         require(d.seq_len > 0, "data.seq_len", || "is 0, expected at least 1".into())?;
         require(!self.is_synthetic() || d.seq_len.is_multiple_of(RECORD_TOKENS), "data.seq_len", || {
             format!(
@@ -370,6 +371,8 @@ fn validate_sizes(m: &ModelConfig) -> Result<()> {
     }
     for (key, value) in [
         ("model.d_model", m.d_model),
+        ("model.image_size", m.image_size),
+        ("model.patch_size", m.patch_size),
         ("model.heads", m.heads),
         ("model.kv_heads", m.kv_heads),
         ("model.head_dim", m.head_dim),
@@ -400,9 +403,24 @@ fn validate_sizes(m: &ModelConfig) -> Result<()> {
     })?;
     validate_latent(m)?;
     m.validate_windows()?;
+    validate_mask(m)?;
+    m.validate_images()?;
     positive("model.rope_theta", m.rope_theta)?;
     positive("model.norm_eps", m.norm_eps)?;
     m.rope_scaling.validate(m.rope_theta)
+}
+
+/// Checks that only grouped-query attention without windows goes without the causal mask.
+fn validate_mask(m: &ModelConfig) -> Result<()> {
+    require(m.causal || m.sliding_window == 0, "model.sliding_window", || {
+        format!(
+            "is {}, but model.causal = false: windows need the causal mask; leave one out",
+            m.sliding_window
+        )
+    })?;
+    require(m.causal || m.kv_rank == 0, "model.causal", || {
+        format!("is false, but model.kv_rank = {}: latent attention is causal; leave it out", m.kv_rank)
+    })
 }
 
 /// Checks that latent attention has all the sizes it needs, and that grouped-query attention has none of these sizes.
@@ -434,6 +452,9 @@ fn validate_latent(m: &ModelConfig) -> Result<()> {
             "is true, but model.kv_rank = {}: projections from latents have no bias; leave it out",
             m.kv_rank
         )
+    })?;
+    require(!m.o_bias, "model.o_bias", || {
+        format!("is true, but model.kv_rank = {}: latent attention has no biases; leave it out", m.kv_rank)
     })?;
     require(!m.attention_sinks, "model.attention_sinks", || {
         format!("is true, but model.kv_rank = {}: latent attention has no sinks; leave it out", m.kv_rank)
@@ -470,6 +491,12 @@ fn validate_routed(m: &ModelConfig) -> Result<()> {
     })?;
     require(m.ffn == 0 || m.dense_layers > 0, "model.ffn", || {
         format!("is {}, but no layer is dense: set model.dense_layers, or model.experts = 0", m.ffn)
+    })?;
+    require(m.activation == Activation::Swiglu, "model.activation", || {
+        format!("is \"gelu\", but model.experts = {}: experts have SwiGLU; leave it out", m.experts)
+    })?;
+    require(!m.mlp_bias, "model.mlp_bias", || {
+        format!("is true, but model.experts = {}: experts have no biases; leave it out", m.experts)
     })?;
     m.validate_routing()?;
     not_negative("model.aux_loss_coef", m.aux_loss_coef)?;

@@ -206,6 +206,7 @@ fn name_of(part: &Part, which: usize) -> &'static str {
         (Group::SharedExperts, PartKind::Linear { gated: true }, _) => "shared expert gate, up",
         (Group::SharedExperts, ..) => "shared expert down",
         (_, PartKind::Linear { gated: true }, _) => "MLP gate, up",
+        _ if part.id.ends_with(".up_proj") => "MLP up",
         _ => "MLP down",
     }
 }

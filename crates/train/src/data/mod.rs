@@ -15,6 +15,7 @@
 //! * A row without ids is an error with the row's number, or is left out and counted. A new kind of file needs a file in `source/`, an
 //!   entry of `KINDS`, and a writer in `tests/kinds.rs`, which the tests of all kinds use.
 //! * A single plain text with bytes as tokens is read in place; all other sources are read through a token cache (`cache/`).
+//! * Images with labels (`images.rs`) are read as a whole, and a batch has rows of a table of pixels in place of token ids.
 //! * A dataset's SHA-256 is the hash of the dataset's tokens. So a text has the same hash whether it is plain, compressed, or one line of
 //!   JSON.
 //! * Memory is bounded by the batches in flight (8 MiB of rows each) and by the longest row (at most 64 MiB; a longer row is an error).
@@ -27,6 +28,7 @@ mod corpus;
 mod cursor;
 mod encode;
 mod fingerprint;
+mod images;
 mod loader;
 mod mixture;
 mod reading;
@@ -45,6 +47,7 @@ use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 use corpus::Corpus;
 
 pub(crate) use encode::Encoded;
+pub(crate) use images::{ImageCounts, Images};
 pub(crate) use reading::read_source;
 pub(crate) use source::holds_ids;
 
@@ -148,6 +151,8 @@ pub struct Dataset {
 enum TokenSource {
     Synthetic(Box<Language>),
     Files(Corpus),
+    /// Images with labels.
+    Images(Images),
     /// Uniform ids below this number, for speed measurements.
     Random {
         vocab_size: usize,
@@ -177,6 +182,10 @@ impl Dataset {
     /// # Errors
     /// The errors of [`Dataset::open`]; [`Error::Io`] if a token cache cannot be written.
     pub fn watched(config: &Config, watch: &mut dyn Watch) -> Result<Self> {
+        if config.model.sees_images() {
+            let source = TokenSource::Images(Images::open(config)?);
+            return Ok(Self { source, seq_len: config.data.seq_len, seed: config.seed, apart: false });
+        }
         if config.data.source == crate::config::RANDOM {
             let source = TokenSource::Random { vocab_size: config.model.vocab_size };
             let DataConfig { seq_len, document_mask: apart, .. } = config.data;
@@ -242,7 +251,7 @@ impl Dataset {
     pub fn given(&self, sequences: u64) -> Vec<Given> {
         match &self.source {
             TokenSource::Files(corpus) => corpus.given(sequences),
-            TokenSource::Synthetic(_) | TokenSource::Random { .. } => Vec::new(),
+            TokenSource::Synthetic(_) | TokenSource::Random { .. } | TokenSource::Images(_) => Vec::new(),
         }
     }
 
@@ -252,6 +261,7 @@ impl Dataset {
         match &self.source {
             TokenSource::Synthetic(_) => crate::files::sha256_hex(crate::config::SYNTHETIC.as_bytes()),
             TokenSource::Files(corpus) => corpus.sha256().to_owned(),
+            TokenSource::Images(images) => images.sha256().to_owned(),
             TokenSource::Random { vocab_size } => {
                 let name = format!("{} below {vocab_size}", crate::config::RANDOM);
                 crate::files::sha256_hex(name.as_bytes())
@@ -265,7 +275,16 @@ impl Dataset {
         match &self.source {
             TokenSource::Synthetic(_) => SYNTHETIC_VOCAB,
             TokenSource::Files(corpus) => corpus.vocab_size(),
+            TokenSource::Images(images) => images.classes(),
             TokenSource::Random { vocab_size } => *vocab_size,
+        }
+    }
+
+    /// The table of pixels that the ids of images are rows of, and its number of columns; `None` for tokens.
+    pub(crate) fn pixels(&self) -> Option<(Vec<f32>, usize)> {
+        match &self.source {
+            TokenSource::Images(images) => Some(images.pixels()),
+            TokenSource::Synthetic(_) | TokenSource::Files(_) | TokenSource::Random { .. } => None,
         }
     }
 
@@ -280,7 +299,7 @@ impl Dataset {
     pub fn entropy(&self) -> Option<Entropy> {
         match &self.source {
             TokenSource::Synthetic(language) => Some(language.entropy()),
-            TokenSource::Files(_) | TokenSource::Random { .. } => None,
+            TokenSource::Files(_) | TokenSource::Random { .. } | TokenSource::Images(_) => None,
         }
     }
 
@@ -300,6 +319,7 @@ impl Dataset {
                     self.separate_records(&mut batch, index);
                 }
                 TokenSource::Files(corpus) => corpus.train(cursor, &mut batch, index)?,
+                TokenSource::Images(images) => images.train(self.seed, cursor, &mut batch, index),
                 TokenSource::Random { vocab_size } => {
                     batch.set(index, random(self.seed, "data.train", *vocab_size, cursor, self.seq_len));
                 }
@@ -334,6 +354,7 @@ impl Dataset {
         match &self.source {
             TokenSource::Synthetic(_) => HELD_OUT_RECORDS * RECORD_TOKENS / self.seq_len,
             TokenSource::Files(corpus) => corpus.valid_windows(),
+            TokenSource::Images(images) => images.held_out(),
             TokenSource::Random { .. } => HELD_OUT_RANDOM.div_ceil(self.seq_len),
         }
     }
@@ -354,6 +375,7 @@ impl Dataset {
                     self.separate_records(&mut batch, index);
                 }
                 TokenSource::Files(corpus) => corpus.valid(window, &mut batch, index)?,
+                TokenSource::Images(images) => images.valid(window, &mut batch, index),
                 TokenSource::Random { vocab_size } => {
                     let tokens =
                         random(HELD_OUT_SEED, "data.valid", *vocab_size, window as u64, self.seq_len);

@@ -7,6 +7,8 @@ pub struct HeldOut {
     pub nats: f64,
     /// Number of targets.
     pub targets: u64,
+    /// Number of images whose label has the largest logit; `None` for a language model.
+    pub right: Option<u64>,
 }
 
 impl HeldOut {
@@ -16,7 +18,13 @@ impl HeldOut {
     /// Adds the losses of the sequences, in an order that does not depend on the batch size.
     pub(crate) fn of_sequences(nats: &[f32], targets: u64) -> Self {
         let sums = nats.chunks(Self::BATCH).map(|nats| nats.iter().copied().map(f64::from).sum::<f64>());
-        Self { nats: sums.sum(), targets }
+        Self { nats: sums.sum(), targets, right: None }
+    }
+
+    /// The share of images that are classified rightly; `None` for a language model, and without targets.
+    #[must_use]
+    pub fn accuracy(&self) -> Option<f64> {
+        self.right.filter(|_| self.targets > 0).map(|right| right as f64 / self.targets as f64)
     }
 
     /// The mean loss in nats per target; `None` if there are no targets.

@@ -258,7 +258,7 @@ mod tests {
         let (last, twice) =
             (pattern("\"full\",\"sliding\""), pattern("\"sliding\",\"full\",\"sliding\",\"full\""));
         let llama = [&DENSE[..], &["model.qk_norm=false"]].concat();
-        let shapes: [(&str, Vec<&str>); 30] = [
+        let shapes: [(&str, Vec<&str>); 32] = [
             ("deepseek_v2", lite.clone()),
             ("deepseek_v2", [&v2[..], &yarn].concat()),
             ("deepseek_v3", [&latent[..], &yarn, &v3].concat()),
@@ -277,6 +277,8 @@ mod tests {
             ("nibble", vec!["model.shared_ffn=32"]),
             ("nibble", vec!["model.qk_norm=false"]),
             ("nibble", [&DENSE[..], &["model.attention_sinks=true"]].concat()),
+            ("nibble", vec!["model.norm=layer", "model.o_bias=true"]),
+            ("nibble", [&DENSE[..], &["model.activation=gelu", "model.mlp_bias=true"]].concat()),
             ("nibble", [&DENSE[..], &["model.value_head_dim=8"]].concat()),
             ("mistral", [&llama[..], &[SLIDING]].concat()),
             ("mistral", [&llama[..], &["model.sliding_window=4096"]].concat()),

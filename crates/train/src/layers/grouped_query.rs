@@ -1,4 +1,4 @@
-//! Causal attention with grouped query heads and RoPE, RMSNorm on each query and key head (Qwen3) or none (Llama), sinks (GPT-OSS) and
+//! Attention, causal or over the whole sequence, with grouped query heads and RoPE, RMSNorm on each query and key head (Qwen3) or none (Llama), sinks (GPT-OSS) and
 //! sliding windows (Mistral).
 //! t tokens, d model, h heads, g key/value heads, c head_dim, u value_dim: heads of values, mostly the same.
 
@@ -11,7 +11,7 @@ use crate::param::{Param, Wanted, Writes};
 use crate::recompute::Scope;
 use crate::spec::{GroupedQueryShape, GroupedQuerySpec, Part};
 use nibble_core::ops::{Add, AddBiasBackward, Attention, AttentionBackward, AttentionOut, attention_scale};
-use nibble_core::{DType, Kernels, Operand, Result, Tensor};
+use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
 
 /// Attention in which several heads of queries share keys and values.
 #[derive(Debug, Clone)]
@@ -148,7 +148,8 @@ impl<B: Kernels> GroupedQuery<B> {
         let GroupedQueryShape { head_dim, value_dim, window, .. } = self.shape;
         let seq_len = self.positions().min(x_td.rows);
         let op = Attention::new([&q, &k, &v], (head_dim, value_dim), seq_len);
-        let op = Attention { windows: cx.windows(window, seq_len)?, sinks: self.plain_sinks()?, ..op };
+        let (causal, windows) = (self.shape.causal, cx.windows(window, seq_len)?);
+        let op = Attention { causal, windows, sinks: self.plain_sinks()?, ..op };
         let AttentionOut { out, lse } = op.run(cx.b)?;
         drop((q, k));
         let (o_input, o) = self.o.input(cx, &out)?;
@@ -165,7 +166,18 @@ impl<B: Kernels> GroupedQuery<B> {
     }
 
     /// A cache for one sequence.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if attention is not causal: each new token would change the outputs of the earlier ones.
     pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
+        if !self.shape.causal {
+            return Err(Error::shape(
+                "generation",
+                "model.causal",
+                "false",
+                "true: text is generated left to right",
+            ));
+        }
         KvCache::new(b, activations, self.positions(), self.cached_heads())
     }
 }
@@ -217,8 +229,8 @@ impl<B: Kernels> Layer<B> for GroupedQuery<B> {
         let k = self.k_heads.turned(cx, &mut saved.k, &rotation)?;
         let made = (&saved.out, &saved.lse);
         let op = AttentionBackward::new([&q, &k, &saved.v], made, &dout, (head_dim, value_dim), seq_len);
-        let op =
-            AttentionBackward { windows: cx.windows(window, seq_len)?, sinks: self.plain_sinks()?, ..op };
+        let (causal, windows) = (self.shape.causal, cx.windows(window, seq_len)?);
+        let op = AttentionBackward { causal, windows, sinks: self.plain_sinks()?, ..op };
         let grads = op.run(cx.b)?;
         if let (Some(sinks), Some(dy)) = (&mut self.sinks, &grads.dsinks) {
             sinks.add_gradient(cx, Writes::Adds, |dbias, _| AddBiasBackward { dy, dbias }.run(cx.b))?;

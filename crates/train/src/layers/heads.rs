@@ -85,7 +85,7 @@ impl<B: Kernels> Heads<B> {
             return Ok((y.clone(), HeadsSaved { norm: None, turned: Some(y) }));
         };
         let (y, inv_rms) = Turn { norm, rotation }.of(cx, &x)?;
-        let saved = NormSaved { layer: norm.layer(), x, inv_rms };
+        let saved = NormSaved { layer: norm.layer(), x, inv_rms, mean: None };
         let turned = keep.then(|| y.clone());
         Ok((y, HeadsSaved { norm: Some(saved), turned }))
     }

@@ -1,24 +1,28 @@
-//! Dense SwiGLU feed-forward layer: the MLP of a dense layer, or the shared expert. Legend: t tokens, d model, f ffn.
+//! Dense feed-forward layer: the MLP of a dense layer, or the shared expert, with SwiGLU or GELU. Legend: t tokens, d model, f ffn.
 //!
-//! The layer consists of two linear layers with SwiGLU between them. Each linear layer saves its input, and SwiGLU saves h. SwiGLU and its
+//! The layer consists of two linear layers with SwiGLU or GELU between them. Each linear layer saves its input, and SwiGLU or GELU saves h.
+//! GELU's h and a are plain, and the projections quantize a. SwiGLU and its
 //! backward pass write plain a and dh, which the projections quantize. Under `mxfp4-hopper` this takes six separate quantizations, while
 //! the fused kernels of an expert layer need two.
 
 use super::{Layer, Linear, LinearSaved};
+use crate::config::Activation;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted};
 use crate::recompute::Scope;
 use crate::spec::MlpSpec;
-use nibble_core::ops::{Emit, Swiglu, SwigluBackward};
+use nibble_core::ops::{Emit, Gelu, GeluBackward, Swiglu, SwigluBackward};
 use nibble_core::{Error, Kernels, Operand, Result, Tensor};
 
-/// A layer that computes y = (silu(x·Wgᵀ) · x·Wuᵀ)·Wdᵀ.
+/// A layer that computes y = (silu(x·Wgᵀ) · x·Wuᵀ)·Wdᵀ, or y = gelu(x·Wuᵀ)·Wdᵀ; each product may have a bias.
 #[derive(Debug, Clone)]
 pub struct Mlp<B: Kernels> {
     /// The layer's name, for example `model.layers.3.mlp` or `model.layers.3.mlp.shared_expert`.
     pub name: String,
-    /// The gate and up projections, stacked: `[2f, d]`.
+    /// What is between the projections.
+    pub activation: Activation,
+    /// The gate and up projections, stacked: `[2f, d]`; for GELU, the up projection `[f, d]`.
     pub gate_up: Linear<B>,
     /// The down projection, `[d, f]`.
     pub down: Linear<B>,
@@ -32,9 +36,9 @@ pub struct MlpSaved<B: Kernels> {
     layer: String,
     /// The saved input of the layer.
     pub gate_up: LinearSaved<B>,
-    /// The gate and up values `[t, 2f]`, before SwiGLU, unless they are recomputed.
+    /// The gate and up values `[t, 2f]`, before SwiGLU, or the up values `[t, f]`, before GELU, unless they are recomputed.
     pub h: Option<Operand<B>>,
-    /// SwiGLU's output, `[t, f]`.
+    /// The output of SwiGLU or GELU, `[t, f]`.
     pub down: LinearSaved<B>,
     /// The layer's input `[t, d]`, which only the backward pass sets, and only to recompute h.
     input: Option<Tensor<B>>,
@@ -65,7 +69,7 @@ impl<B: Kernels> Mlp<B> {
     pub fn new(cx: &Cx<'_, B>, spec: &MlpSpec) -> Result<Self> {
         let linear = |part| Linear::new(cx, part, cx.activations());
         let (gate_up, down) = (linear(&spec.gate_up)?, linear(&spec.down)?);
-        Ok(Self { name: spec.id.clone(), gate_up, down, keep_h: true })
+        Ok(Self { name: spec.id.clone(), activation: spec.activation, gate_up, down, keep_h: true })
     }
 
     /// The forward pass up to its last product. Returns the input of that product, and the saved activations.
@@ -76,13 +80,17 @@ impl<B: Kernels> Mlp<B> {
         Ok((a, MlpSaved { layer: self.name.clone(), gate_up, h, down, input: None }))
     }
 
-    /// SwiGLU: returns plain a, and h in the form in which it is saved, if `keep_h`.
+    /// SwiGLU or GELU: returns plain a, and h in the form in which it is saved, if `keep_h`.
     fn gated(
         &self,
         cx: &Cx<'_, B>,
         h_tf: Tensor<B>,
         keep_h: bool,
     ) -> Result<(Tensor<B>, Option<Operand<B>>)> {
+        if self.activation == Activation::Gelu {
+            let a = Gelu { h: &h_tf }.run(cx.b)?;
+            return Ok((a, keep_h.then_some(Operand::Plain(h_tf))));
+        }
         let plan = self.gate_up.plan(cx);
         let save_h = plan.linear()?.h.filter(|_| keep_h).map(|h| h.codec()).transpose()?;
         let a = Emit::Plain(cx.activations());
@@ -116,7 +124,7 @@ impl<B: Kernels> Layer<B> for Mlp<B> {
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {
-        vec![&mut self.gate_up.weight, &mut self.down.weight]
+        [&mut self.gate_up, &mut self.down].into_iter().flat_map(Linear::params).collect()
     }
 
     fn recompute(&mut self, scopes: &[Scope]) {
@@ -142,6 +150,10 @@ impl<B: Kernels> Layer<B> for Mlp<B> {
                 return Err(Error::Defect { place: "mlp", what: "h is neither kept nor made again" });
             }
         };
+        if self.activation == Activation::Gelu {
+            let dh = GeluBackward { h: h.plain("mlp")?, da: &da }.run(cx.b)?;
+            return self.gate_up.backward(cx, saved.gate_up, dh);
+        }
         let grads =
             SwigluBackward { h: &h, da: &da, weight: None, groups: None, dh: plain, a: None }.run(cx.b)?;
         drop((h, da));

@@ -18,7 +18,7 @@ mod norm;
 mod rope;
 mod shared;
 
-pub use embedding::{Embedding, EmbeddingSaved};
+pub use embedding::{Embedding, EmbeddingSaved, Patches};
 pub use grouped_query::{GroupedQuery, GroupedQuerySaved};
 pub use head::{Head, HeadInput, HeadSaved};
 pub use heads::{Heads, HeadsSaved, Rotation};

@@ -1,31 +1,35 @@
-//! RMSNorm, of the residual stream or of heads. Legend: t tokens, d width.
+//! RMSNorm, of the residual stream or of heads, and LayerNorm of the residual stream. Legend: t tokens, d width.
 
 use super::Layer;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted, Writes};
 use crate::spec::Part;
-use nibble_core::ops::{RmsNorm, RmsNormBackward};
-use nibble_core::{Kernels, Result, Tensor};
+use nibble_core::ops::{AddBiasBackward, LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
+use nibble_core::{Error, Kernels, Result, Tensor};
 
-/// A layer that computes y = x / rms(x) · weight.
+/// RMSNorm, y = x / rms(x) · weight; or, with a bias, LayerNorm, y = (x − mean(x)) / std(x) · weight + bias.
 #[derive(Debug, Clone)]
 pub struct Norm<B: Kernels> {
     /// The weight `[1, d]`.
     pub weight: Param<B>,
-    /// Epsilon, which is added to the mean square.
+    /// The bias `[1, d]` of LayerNorm; `None` for RMSNorm.
+    pub bias: Option<Param<B>>,
+    /// Epsilon, which is added to the mean square, or to the variance.
     pub eps: f32,
 }
 
-/// The saved input, and one scalar per row.
+/// The saved input, and one scalar per row, or two for LayerNorm.
 #[derive(Debug)]
 pub struct NormSaved<B: Kernels> {
     /// Name of the norm.
     pub layer: String,
     /// The input of the norm, `[t, d]`.
     pub x: Tensor<B>,
-    /// 1 / rms of each row, or of each head.
+    /// 1 / rms of each row, or of each head; 1 / std of each row for LayerNorm.
     pub inv_rms: B::Buf<f32>,
+    /// The mean of each row, for LayerNorm.
+    pub mean: Option<B::Buf<f32>>,
 }
 
 /// The residual stream between two norms: x, and the output of one half of a layer, which is not yet added to x. The next norm adds the two
@@ -48,13 +52,17 @@ impl<B: Kernels> Saved for NormSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         ledger.tensor(&self.layer, "x", &self.x);
         ledger.words::<B, f32>(&self.layer, "inv_rms", &self.inv_rms);
+        if let Some(mean) = &self.mean {
+            ledger.words::<B, f32>(&self.layer, "mean", mean);
+        }
     }
 }
 
 impl<B: Kernels> Norm<B> {
-    /// Creates the norm with weights of 1.
+    /// Creates the norm with weights of 1, and with biases of 0 if the part has a bias.
     pub fn new(cx: &Cx<'_, B>, part: &Part, eps: f32) -> Result<Self> {
-        Ok(Self { weight: Param::only(cx, part)?, eps })
+        let (weight, bias) = Param::with_bias(cx, part)?;
+        Ok(Self { weight, bias, eps })
     }
 
     /// The norm's name, for example `model.layers.3.input_layernorm`.
@@ -65,14 +73,20 @@ impl<B: Kernels> Norm<B> {
     /// The norm of the residual stream. The saved activations hold the sum of the stream's two terms.
     pub fn of(&self, cx: &Cx<'_, B>, residual: Residual<B>) -> Result<(Tensor<B>, NormSaved<B>)> {
         let Residual { x, plus } = residual;
-        let op = RmsNorm { x: &x, plus: plus.as_ref(), weight: self.weight.plain()?, eps: self.eps };
-        let out = op.run(cx.b)?;
-        Ok((out.y, NormSaved { layer: self.layer(), x: out.sum.unwrap_or(x), inv_rms: out.inv_rms }))
+        let (layer, weight, plus) = (self.layer(), self.weight.plain()?, plus.as_ref());
+        let Some(bias) = &self.bias else {
+            let out = RmsNorm { x: &x, plus, weight, eps: self.eps }.run(cx.b)?;
+            let x = out.sum.unwrap_or(x);
+            return Ok((out.y, NormSaved { layer, x, inv_rms: out.inv_rms, mean: None }));
+        };
+        let out = LayerNorm { x: &x, plus, weight, bias: bias.plain()?, eps: self.eps }.run(cx.b)?;
+        let x = out.sum.unwrap_or(x);
+        Ok((out.y, NormSaved { layer, x, inv_rms: out.inv_std, mean: Some(out.mean) }))
     }
 
     /// The output, recomputed from the saved activations.
     pub fn output(&self, cx: &Cx<'_, B>, saved: &NormSaved<B>) -> Result<Tensor<B>> {
-        Ok(RmsNorm::new(&saved.x, self.weight.plain()?, self.eps).run(cx.b)?.y)
+        Ok(self.of(cx, saved.x.clone().into())?.0)
     }
 
     /// Returns dx + plus, from the gradient dy of the output.
@@ -83,10 +97,17 @@ impl<B: Kernels> Norm<B> {
         dy: &Tensor<B>,
         plus: Option<&Tensor<B>>,
     ) -> Result<Tensor<B>> {
-        let weight = self.weight.plain()?.clone();
+        let weight = &self.weight.plain()?.clone();
+        let NormSaved { x, inv_rms, mean, .. } = &saved;
+        let Some(bias) = &mut self.bias else {
+            return self.weight.add_gradient(cx, Writes::Adds, |dweight, _| {
+                RmsNormBackward { x, weight, inv_rms, dy, plus, dweight }.run(cx.b)
+            });
+        };
+        let mean = mean.as_ref().ok_or(Error::Defect { place: "norm", what: "the means were not saved" })?;
+        bias.add_gradient(cx, Writes::Adds, |dbias, _| AddBiasBackward { dy, dbias }.run(cx.b))?;
         self.weight.add_gradient(cx, Writes::Adds, |dweight, _| {
-            let NormSaved { x, inv_rms, .. } = &saved;
-            RmsNormBackward { x, weight: &weight, inv_rms, dy, plus, dweight }.run(cx.b)
+            LayerNormBackward { x, weight, mean, inv_std: inv_rms, dy, plus, dweight }.run(cx.b)
         })
     }
 }
@@ -97,11 +118,11 @@ impl<B: Kernels> Layer<B> for Norm<B> {
     type Saved = NormSaved<B>;
 
     fn wanted(&self, _: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
-        vec![self.weight.as_it_is()]
+        [self.weight.as_it_is()].into_iter().chain(self.bias.iter().map(Param::as_it_is)).collect()
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {
-        vec![&mut self.weight]
+        [&mut self.weight].into_iter().chain(&mut self.bias).collect()
     }
 
     fn forward(&self, cx: &Cx<'_, B>, x: Tensor<B>) -> Result<(Tensor<B>, NormSaved<B>)> {

@@ -171,9 +171,9 @@ impl<B: Kernels> Decoder<B> {
 
     /// Every parameter, in canonical order.
     pub fn params(&mut self) -> Vec<&mut Param<B>> {
-        let mut params = vec![&mut self.embed.weight];
+        let mut params = self.embed.params();
         params.extend(self.blocks.iter_mut().flat_map(Block::params));
-        params.push(&mut self.norm.weight);
+        params.extend(self.norm.params());
         params.extend(&mut self.head.own);
         params
     }
@@ -242,10 +242,21 @@ impl<B: Kernels> Decoder<B> {
         targets: &B::Buf<i32>,
         shards: usize,
     ) -> Result<DecoderOut<B>> {
+        Ok(self.losses_and_input(cx, ids, targets, shards)?.0)
+    }
+
+    /// [`Decoder::losses`], and the head's input `[t, d]`, for [`Decoder::logits`].
+    pub fn losses_and_input(
+        &self,
+        cx: &Cx<'_, B>,
+        ids: &B::Buf<i32>,
+        targets: &B::Buf<i32>,
+        shards: usize,
+    ) -> Result<(DecoderOut<B>, Tensor<B>)> {
         let Trunk { x_td, bad_ids, .. } = self.trunk(cx, ids)?;
         let input = HeadInput { x_td: &x_td, targets, shards };
         let loss = self.head.losses(cx, &self.embed.weight, &input)?;
-        Ok(DecoderOut { shard_nats: loss.shard_nats, bad_ids: [bad_ids, loss.bad_ids] })
+        Ok((DecoderOut { shard_nats: loss.shard_nats, bad_ids: [bad_ids, loss.bad_ids] }, x_td))
     }
 
     /// The logits after the last of these tokens, F32 `[1, v]`, and the number of tokens that are not in the vocabulary.
@@ -276,7 +287,8 @@ impl<B: Kernels> Decoder<B> {
         Ok((self.logits(cx, &x_td)?, bad_ids))
     }
 
-    fn logits(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<Tensor<B>> {
+    /// The logits F32 `[t, v]` of the head's input.
+    pub fn logits(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<Tensor<B>> {
         self.head.logits(cx, &self.embed.weight, x_td)
     }
 

@@ -28,6 +28,8 @@ pub(crate) struct RankContext<'a, B: Kernels> {
     pub capacity_factor: f64,
     /// Messages to the user about overflows.
     pub notes: Vec<String>,
+    /// Number of images of all ranks that evaluations classified rightly.
+    pub right: u64,
 }
 
 impl<B: Kernels> RankContext<'_, B> {
@@ -75,8 +77,13 @@ impl<B: Kernels> RankContext<'_, B> {
         batches: usize,
         go_on: &mut dyn FnMut(usize, usize) -> Result<bool>,
     ) -> Result<Option<HeldOut>> {
+        self.right = 0;
+        let sees_images = self.config.model.sees_images();
         let found = self.held_out_sequences(model, batches, go_on)?;
-        Ok(found.map(|(nats, targets)| HeldOut::of_sequences(&nats, targets)))
+        Ok(found.map(|(nats, targets)| HeldOut {
+            right: sees_images.then_some(self.right),
+            ..HeldOut::of_sequences(&nats, targets)
+        }))
     }
 
     /// The loss in nats of each sequence that [`RankContext::evaluate`] evaluates, and the number of targets.
@@ -174,20 +181,23 @@ impl<B: Kernels> RankContext<'_, B> {
     fn nats_of_runs(&mut self, model: &Decoder<B>, batch: &Batch, runs: usize) -> Result<Vec<f32>> {
         loop {
             match self.nats_that_fit(model, batch, runs)? {
-                Ok(nats) => return Ok(nats),
+                Ok((nats, right)) => {
+                    self.right += right;
+                    return Ok(nats);
+                }
                 Err(needed) => self.make_room(needed, "a batch of held-out sequences"),
             }
         }
     }
 
-    /// Like [`Self::nats_of_runs`]. If an exchange overflowed, the error is the number of slots sent to the fullest rank, as a multiple of
+    /// Like [`Self::nats_of_runs`], with the number of images that are classified rightly. If an exchange overflowed, the error is the number of slots sent to the fullest rank, as a multiple of
     /// its share.
     fn nats_that_fit(
         &self,
         model: &Decoder<B>,
         batch: &Batch,
         runs: usize,
-    ) -> Result<std::result::Result<Vec<f32>, f64>> {
+    ) -> Result<std::result::Result<(Vec<f32>, u64), f64>> {
         let (ranks, shards) = (self.mesh.all.world(), self.config.train.shards);
         // The shards are those of training. So the scale of a shard, or of a part of an expert's rows, is the same on every mesh.
         let each = batch.sequences.next_multiple_of(shards) / ranks;
@@ -202,18 +212,23 @@ impl<B: Kernels> RankContext<'_, B> {
         let cx = self.cx(shards).with_sight(self.sight(&starts, tokens)?);
         let ids = self.b.upload(&padded(&mine.inputs, 0))?;
         let targets = self.b.upload(&padded(&mine.targets, -1))?;
-        let out = model.losses(&cx, &ids, &targets, each * runs)?;
+        let (out, x_td) = model.losses_and_input(&cx, &ids, &targets, each * runs)?;
         out.verify_ids(self.b, "evaluate", model.config.vocab_size)?;
         let mut sums: Vec<f32> =
             self.b.download(&out.shard_nats)?.into_iter().map(|nats| nats as f32).collect();
-        let len = sums.len() + 1;
+        let len = sums.len() + 2;
+        sums.push(match self.config.model.sees_images() {
+            true => right(&model.logits(&cx, &x_td)?.to_f32_vec(self.b)?, &mine.targets) as f32,
+            false => 0.0,
+        });
         sums.push(cx.overflow.get());
         let all = self.b.download(&self.mesh.all.all_gather(self.b, &self.b.upload(&sums)?)?)?;
         self.mesh.all.check()?;
         let (sums, needed): (Vec<&[f32]>, Vec<f32>) =
-            all.chunks_exact(len).map(|of_rank| (&of_rank[..len - 1], of_rank[len - 1])).unzip();
+            all.chunks_exact(len).map(|of_rank| (&of_rank[..len - 2], of_rank[len - 1])).unzip();
+        let right = all.chunks_exact(len).map(|of_rank| of_rank[len - 2] as u64).sum();
         Ok(match needed.into_iter().fold(0.0, f32::max) {
-            0.0 => Ok(sums.concat()),
+            0.0 => Ok((sums.concat(), right)),
             needed => Err(needed.into()),
         })
     }
@@ -231,6 +246,16 @@ fn parts_of(windows: usize, batches: usize, size: usize) -> Vec<Range<usize>> {
     }
     let firsts = (0..batches).map(|i| i * all / batches * HeldOut::BATCH);
     firsts.flat_map(|first| whole(first, (first + HeldOut::BATCH).min(windows))).collect()
+}
+
+/// The number of rows of logits whose largest logit, the first of several, is the row's target. Rows without a target do not count.
+fn right(logits: &[f32], targets: &[i32]) -> usize {
+    let classes = logits.len().checked_div(targets.len()).unwrap_or(0).max(1);
+    let is_right = |(row, target): (&[f32], &i32)| {
+        let best = row.iter().enumerate().reduce(|best, one| if one.1 > best.1 { one } else { best });
+        best.is_some_and(|(class, _)| class as i32 == *target)
+    };
+    logits.chunks_exact(classes).zip(targets).filter(|row| is_right(*row)).count()
 }
 
 /// The beginnings of documents for `tokens` tokens. `starts` contains the beginnings for the first of these tokens; later tokens continue

@@ -84,6 +84,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
             passed_over: 0,
             capacity_factor: config.run.capacity_factor,
             notes: Vec::new(),
+            right: 0,
         };
         Ok(Self { context, model, weights, buffers: None, activations: b.arena("activations")? })
     }

@@ -4,7 +4,7 @@ use super::RankState;
 use super::step::Step;
 use crate::checks::{check_sizes, steps_of_change};
 use crate::config::Config;
-use crate::data::Batch;
+use crate::data::{Batch, ImageCounts};
 use crate::error::{Error, Result};
 use crate::fault::rehearsing;
 use crate::ledger::{Ledger, in_words};
@@ -55,6 +55,11 @@ impl<'a, B: Kernels> RankState<'a, B> {
         let dim = ModelSpec::new(&config.model).rope.dim;
         let table = |b: &B| Tensor::unwritten(b, DType::F32, config.data.seq_len, dim);
         let mut rank = Self::assemble(b, mesh, config, recipe.clone(), table)?;
+        if config.model.sees_images() {
+            let (rows, cols) = (ImageCounts::of(config)?.rows(config), config.model.patch_size.pow(2));
+            let pixels = b.within(&rank.weights, || Tensor::unwritten(b, DType::F32, rows, cols))?;
+            rank.model.embed.patches.iter_mut().for_each(|patches| patches.pixels = Some(pixels.clone()));
+        }
         rank.make_buffers()?;
         Ok(rank)
     }

@@ -106,6 +106,7 @@ impl ModelSpec {
     /// Multiply-adds of attention's scores and values for each token of sequences of `seq_len` tokens, on average.
     fn attention_multiply_adds(&self, seq_len: usize) -> f64 {
         let [full, sliding] = [seq_len, self.config.sliding_window].map(|most| mean_keys(seq_len, most));
+        let full = if self.config.causal { full } else { seq_len as f64 };
         let of_run = |run: &Run| {
             let keys = (run.layers.value - run.sliding) as f64 * full + run.sliding as f64 * sliding;
             run.block.attn.pair_multiply_adds() as f64 * keys

@@ -1,8 +1,8 @@
 //! Layers that consist of several parts: attention, an MLP, a mixture of experts. Dimensions: d model, h heads, g key/value heads, c
 //! head_dim, u value_dim, f ffn, e experts.
 
-use super::{Extent, Group, LatentSpec, ParamSpec, Part, PartKind, Size};
-use crate::config::{Balance, QkNorm};
+use super::{Extent, Group, LatentSpec, Part, Size};
+use crate::config::{Activation, Balance, QkNorm};
 use nibble_core::ops::{ExpertGroups, RouteRule, Scores};
 
 /// Sizes of grouped-query attention.
@@ -22,8 +22,12 @@ pub struct GroupedQueryShape {
     pub qk_norm: QkNorm,
     /// Whether the projections to queries, keys and values have biases.
     pub qkv_bias: bool,
+    /// Whether the projection of attention's output has a bias.
+    pub o_bias: bool,
     /// Whether each query head has an attention sink.
     pub sinks: bool,
+    /// Whether a query sees no key after its own.
+    pub causal: bool,
     /// The largest number of keys to which a query attends; `None` means all keys of its document up to its own.
     pub window: Option<usize>,
 }
@@ -41,7 +45,7 @@ pub struct GroupedQuerySpec {
     pub k: Part,
     /// The projection to values, `[g·u, d]`, and its bias `[g·u]` if there is one.
     pub v: Part,
-    /// The projection of attention's output, `[d, h·u]`.
+    /// The projection of attention's output, `[d, h·u]`, and its bias `[d]` if there is one.
     pub o: Part,
     /// Norms of queries and of keys. A norm over each head has the weight `[c]`; norms over all heads together have `[h·c]` and `[g·c]`.
     pub norms: Option<[Part; 2]>,
@@ -78,15 +82,15 @@ impl GroupedQuerySpec {
                 Some([norm("q_norm", &[heads, head_dim]), norm("k_norm", &[kv_heads, head_dim])])
             }
         };
-        let o_proj = format!("{id}.o_proj");
         let values = Extent::of(&[heads, value_dim]);
+        let o = Part::linear(format!("{id}.o_proj"), false, GROUP, d_model.clone(), values, out_std);
         Self {
             id: id.to_owned(),
             shape,
             q: into("q_proj", heads, head_dim),
             k: into("k_proj", kv_heads, head_dim),
             v: into("v_proj", kv_heads, value_dim),
-            o: Part::linear(o_proj, false, GROUP, d_model.clone(), values, out_std),
+            o: if shape.o_bias { o.with_bias() } else { o },
             norms,
             sinks: shape.sinks.then(|| Part::sinks(format!("{id}.sinks"), heads, std)),
             eps,
@@ -191,9 +195,12 @@ impl AttentionSpec {
 pub struct MlpSpec {
     /// The id of the layer: `model.layers.3.mlp`, or `model.layers.3.mlp.shared_expert`.
     pub id: String,
-    /// The gated projection, `[2f, d]`: the rows of the gate precede the rows of the up projection.
+    /// What is between the projections.
+    pub activation: Activation,
+    /// The gated projection, `[2f, d]`: the rows of the gate precede the rows of the up projection. For GELU, the up projection `[f, d]`.
+    /// A bias follows the weight if there is one.
     pub gate_up: Part,
-    /// The down projection, `[d, f]`.
+    /// The down projection, `[d, f]`, and its bias `[d]` if there is one.
     pub down: Part,
 }
 
@@ -208,9 +215,25 @@ impl MlpSpec {
         let (gate_up, down) = (format!("{id}.gate_up_proj"), format!("{id}.down_proj"));
         Self {
             id: id.to_owned(),
+            activation: Activation::Swiglu,
             gate_up: Part::linear(gate_up, true, group, both, outside.clone(), std),
             down: Part::linear(down, false, group, outside, inside, out_std),
         }
+    }
+
+    /// The MLP with GELU of one projection instead of SwiGLU, of the same widths. `std`: as in [`MlpSpec::new`].
+    #[must_use]
+    pub fn with_gelu(self, std: f32) -> Self {
+        let weight = &self.gate_up.weights()[0];
+        let (rows, cols) = (Extent { times: 1, ..weight.rows.clone() }, weight.cols.clone());
+        let up = Part::linear(format!("{}.up_proj", self.id), false, self.gate_up.group, rows, cols, std);
+        Self { activation: Activation::Gelu, gate_up: up, ..self }
+    }
+
+    /// The MLP with a bias for each output of both projections.
+    #[must_use]
+    pub fn with_biases(self) -> Self {
+        Self { gate_up: self.gate_up.with_bias(), down: self.down.with_bias(), ..self }
     }
 
     /// The MLP's parts, in canonical order.
@@ -218,16 +241,11 @@ impl MlpSpec {
         [&self.gate_up, &self.down].into_iter()
     }
 
-    /// Approximate number of values per token that a forward pass saves: the inputs of each GEMM and of SwiGLU.
+    /// Approximate number of values per token that a forward pass saves: the inputs of each GEMM and of SwiGLU or GELU.
     fn kept_values(&self) -> f64 {
-        let values = |part: &Part| {
-            let of_weight = |weight: &ParamSpec| match part.kind {
-                PartKind::Linear { gated: true } => weight.cols.len() as f64 + weight.rows.len() as f64,
-                _ => weight.cols.len() as f64,
-            };
-            part.weights().iter().map(of_weight).sum::<f64>()
-        };
-        self.parts().map(values).sum()
+        let matrices = |part: &Part| part.weights().first().cloned();
+        let inputs: f64 = self.parts().filter_map(matrices).map(|weight| weight.cols.len() as f64).sum();
+        inputs + matrices(&self.gate_up).map_or(0.0, |weight| weight.rows.len() as f64)
     }
 }
 

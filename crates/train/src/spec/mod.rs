@@ -16,14 +16,14 @@
 //! The parts and their ids:
 //!
 //! ```text
-//! model.embed_tokens
+//! model.embed_tokens                        or model.patch_embed, for images
 //! model.layers.0                            a block: one for each decoder layer
 //!   input_layernorm
 //!   self_attn                               q_proj  k_proj  v_proj  o_proj, and q_norm  k_norm, and sinks
 //!    or                                     q_proj, or q_a_proj  q_a_layernorm  q_b_proj;
 //!                                           kv_a_proj  k_rope_proj  kv_a_layernorm  kv_b_proj  o_proj
 //!   post_attention_layernorm
-//!   mlp                                     gate_up_proj  down_proj
+//!   mlp                                     gate_up_proj  down_proj, or up_proj  down_proj
 //!    or                                     gate  experts, and shared_expert with gate_up_proj  down_proj
 //! model.norm
 //! lm_head                                   or, where it is tied, the embedding once more
@@ -46,7 +46,7 @@ pub use layers::{
 };
 pub use part::{Extent, Group, Init, ParamSpec, Part, PartKind, Rope, Size, Update};
 
-use crate::config::ModelConfig;
+use crate::config::{Activation, ModelConfig, NormKind};
 use nibble_core::recipe;
 
 /// Standard deviation of initial weights, which is divided by √(2·layers) for projections back into the residual stream.
@@ -54,6 +54,8 @@ const INIT_STD: f32 = 0.02;
 
 /// The id of the embedding, and of a tied head.
 const EMBED: &str = "model.embed_tokens";
+/// The id of the embedding of patches.
+const PATCHES: &str = "model.patch_embed";
 /// The id of a head with its own weight.
 const HEAD: &str = "lm_head";
 
@@ -110,9 +112,9 @@ impl ModelSpec {
         };
         Self {
             rope: rope(config),
-            embed: Part::embedding(EMBED, vocabulary, d_model, INIT_STD),
+            embed: embedding(config, vocabulary, d_model),
             runs: runs.into_iter().filter_map(run).collect(),
-            norm: Part::norm("model.norm", d_model, Group::Norms),
+            norm: norm(config, "model.norm"),
             head: Part::head(head, tied, vocabulary, d_model, INIT_STD),
             config: config.clone(),
         }
@@ -163,13 +165,25 @@ impl ModelSpec {
     }
 }
 
+/// The embedding of tokens, or of the patches of images.
+fn embedding(config: &ModelConfig, vocabulary: Size, d_model: Size) -> Part {
+    if !config.sees_images() {
+        return Part::embedding(EMBED, vocabulary, d_model, INIT_STD);
+    }
+    let positions = Size::new("data.seq_len", config.num_patches() + 1);
+    let pixels = Size::new("model.patch_size", config.patch_size.pow(2));
+    Part::patches(PATCHES, (positions, pixels), d_model, INIT_STD)
+}
+
 /// The key for the number of decoder layers.
 const LAYERS: &str = "model.layers";
 
 /// The rotation of queries and keys, for the last elements of each head or for all elements.
 fn rope(config: &ModelConfig) -> Rope {
     let dim = if config.kv_rank > 0 { config.rope_dim } else { config.head_dim };
-    Rope { dim, theta: config.rope_theta, scaling: config.rope_scaling }
+    // Positions of images have learned vectors.
+    let theta = if config.sees_images() { 0.0 } else { config.rope_theta };
+    Rope { dim, theta, scaling: config.rope_scaling }
 }
 
 /// The attention of the decoder layer of this number, with this id.
@@ -197,16 +211,24 @@ fn attention(config: &ModelConfig, layer: usize, id: &str, stds: [f32; 2]) -> At
         value_dim,
         qk_norm: config.qk_norm,
         qkv_bias: config.qkv_bias,
+        o_bias: config.o_bias,
         sinks: config.attention_sinks,
+        causal: config.causal,
         window,
     };
     AttentionSpec::GroupedQuery(GroupedQuerySpec::new(id, shape, config.norm_eps as f32, stds))
 }
 
+/// The norm of the residual stream with this id.
+fn norm(config: &ModelConfig, id: &str) -> Part {
+    let norm = Part::norm(id, Size::d_model(config.d_model), Group::Norms);
+    if config.norm == NormKind::Layer { norm.with_norm_bias() } else { norm }
+}
+
 /// The decoder layer with this number.
 fn block(config: &ModelConfig, layer: usize) -> BlockSpec {
     let id = format!("model.layers.{layer}");
-    let norm = |part: &str| Part::norm(&format!("{id}.{part}"), Size::d_model(config.d_model), Group::Norms);
+    let norm = |part: &str| norm(config, &format!("{id}.{part}"));
     let stds = [INIT_STD, INIT_STD / (2.0 * config.layers as f32).sqrt()];
     BlockSpec {
         attn_norm: norm("input_layernorm"),
@@ -219,7 +241,11 @@ fn block(config: &ModelConfig, layer: usize) -> BlockSpec {
 
 /// The second half of a decoder layer: an MLP in the first layers, experts in the other layers.
 fn feed(config: &ModelConfig, layer: usize, id: &str, stds: [f32; 2]) -> FeedSpec {
-    let mlp = |id: &str, group, ffn| MlpSpec::new(id, group, (config.d_model, ffn), stds);
+    let mlp = |id: &str, group, ffn| {
+        let mlp = MlpSpec::new(id, group, (config.d_model, ffn), stds);
+        let mlp = if config.activation == Activation::Gelu { mlp.with_gelu(stds[0]) } else { mlp };
+        if config.mlp_bias { mlp.with_biases() } else { mlp }
+    };
     if layer < config.num_dense() {
         return FeedSpec::Dense(mlp(id, Group::Mlps, config.ffn));
     }

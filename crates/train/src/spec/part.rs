@@ -193,7 +193,9 @@ impl ParamSpec {
 pub enum PartKind {
     /// An embedding, which looks up a row of its weight for each token.
     Embedding,
-    /// An RMSNorm.
+    /// An embedding of patches of images: a linear layer with a bias, which is never quantized, and a vector for each position.
+    Patches,
+    /// An RMSNorm, or a LayerNorm, which has a bias.
     Norm,
     /// Attention sinks, which are scores that belong to no key.
     Sinks,
@@ -235,6 +237,22 @@ impl Part {
         Self { id: id.to_owned(), kind: PartKind::Embedding, group: Group::Tables, weights }
     }
 
+    /// The embedding of patches of `pixels` pixels, `[d, pixels]`, with its bias `[d]` and the vectors of all positions, `[positions · d]`.
+    pub(super) fn patches(id: &str, (positions, pixels): (Size, Size), d_model: Size, std: f32) -> Self {
+        let (d, init) = (Extent::of(&[d_model]), Init::Normal(std));
+        let weights = vec![
+            ParamSpec::matrix(format!("{id}.weight"), d.clone(), Extent::of(&[pixels]), std),
+            ParamSpec::vector(format!("{id}.bias"), d, Init::Zeros, Update::Gradient),
+            ParamSpec::vector(
+                format!("{id}.positions"),
+                Extent::of(&[positions, d_model]),
+                init,
+                Update::Gradient,
+            ),
+        ];
+        Self { id: id.to_owned(), kind: PartKind::Patches, group: Group::Tables, weights }
+    }
+
     /// The output head `[vocabulary, d]`. A tied head has the embedding's id.
     #[must_use]
     pub fn head(id: &str, tied: bool, vocabulary: Size, d_model: Size, std: f32) -> Self {
@@ -254,6 +272,25 @@ impl Part {
         let weight =
             ParamSpec::vector(format!("{id}.weight"), Extent::of(width), Init::Ones, Update::Gradient);
         Self { id: id.to_owned(), kind: PartKind::Norm, group, weights: vec![weight] }
+    }
+
+    /// The same norm with a bias for each column, which makes it a LayerNorm. The bias follows the weight.
+    #[must_use]
+    pub fn with_norm_bias(mut self) -> Self {
+        let biases: Vec<ParamSpec> = self
+            .weights
+            .iter()
+            .map(|weight| {
+                ParamSpec::vector(
+                    format!("{}.bias", self.id),
+                    weight.cols.clone(),
+                    Init::Zeros,
+                    Update::Gradient,
+                )
+            })
+            .collect();
+        self.weights.extend(biases);
+        self
     }
 
     /// An attention sink for each head. The part is also its own parameter, `model.layers.3.self_attn.sinks`.
@@ -329,7 +366,7 @@ impl Part {
     #[must_use]
     pub fn layer(&self) -> Option<Layer> {
         let (kind, gated) = match self.kind {
-            PartKind::Embedding | PartKind::Norm | PartKind::Sinks => return None,
+            PartKind::Embedding | PartKind::Patches | PartKind::Norm | PartKind::Sinks => return None,
             PartKind::Linear { gated } => (LayerKind::Linear, gated),
             PartKind::Router => (LayerKind::Router, false),
             PartKind::Experts { .. } => (LayerKind::Expert, false),
@@ -348,7 +385,8 @@ impl Part {
             times * each.sum::<usize>()
         };
         match self.kind {
-            PartKind::Embedding | PartKind::Norm | PartKind::Sinks => 0,
+            // Patches are not counted: a small part, of which there is no gradient of the input.
+            PartKind::Embedding | PartKind::Patches | PartKind::Norm | PartKind::Sinks => 0,
             PartKind::Linear { .. } | PartKind::Router | PartKind::Head { .. } => matrices(1),
             PartKind::Experts { top_k } => matrices(top_k),
         }
@@ -364,7 +402,7 @@ fn table(id: &str, vocabulary: Size, d_model: Size, std: f32) -> ParamSpec {
 pub struct Rope {
     /// Number of elements of a head that are rotated, in pairs.
     pub dim: usize,
-    /// Base of the frequencies.
+    /// Base of the frequencies; 0 means that nothing is rotated.
     pub theta: f64,
     /// The scaling of the frequencies.
     pub scaling: RopeScaling,

@@ -15,6 +15,9 @@ use crate::tokenizer::Bytes;
 use nibble_core::Kernels;
 use nibble_core::allocation::{part, phase};
 
+/// The metric of the share of held-out images that are classified rightly.
+const ACCURACY: &str = "eval/images/acc";
+
 /// Returns whether to continue. The arguments are the number of finished batches and the total number of batches.
 type GoOn<'a> = dyn FnMut(usize, usize) -> Result<bool> + 'a;
 
@@ -73,6 +76,8 @@ impl Evaluator {
         let Some(other) = self.scores(trainer, first, observer)? else { return Ok(None) };
         if let Some(outputs) = outputs {
             let (step, valid_loss) = (trainer.step(), held_out.loss());
+            let mut other = other;
+            other.extend(held_out.accuracy().map(|share| (ACCURACY.to_owned(), share)));
             let valid_target_fraction = valid_loss.is_none().then_some(0.0);
             outputs.write(&Metrics {
                 step,
@@ -83,6 +88,9 @@ impl Evaluator {
             })?;
             outputs.draw()?;
             observer.evaluation(step, valid_loss);
+            if let (Some(right), Some(share)) = (held_out.right, held_out.accuracy()) {
+                observer.accuracy(step, right, share);
+            }
         }
         Ok(Some(held_out))
     }

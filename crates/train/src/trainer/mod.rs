@@ -71,7 +71,7 @@ use crate::spec::ModelSpec;
 use crate::tokenizer::{Bytes, SharedTokenizer};
 use divergence::of_divergence;
 use nibble_core::allocation::phase;
-use nibble_core::{Comm, Error as CoreError, Kernels, Mesh, Recipe};
+use nibble_core::{Comm, Error as CoreError, Kernels, Mesh, Recipe, Tensor};
 use recorded::Recorded;
 use saving::Saving;
 use std::collections::VecDeque;
@@ -204,13 +204,19 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// An error for data that cannot be read.
     pub fn with_data(self) -> Result<Self> {
         let data = Dataset::of(&self.rank.context.config)?;
-        Ok(self.with(data))
+        self.with(data)
     }
 
-    /// Adds these data to the trainer.
-    pub(crate) fn with(mut self, data: Dataset) -> Self {
+    /// Adds these data to the trainer. The pixels of images are stored beside the weights.
+    pub(crate) fn with(mut self, data: Dataset) -> Result<Self> {
+        if let (Some(patches), Some((pixels, cols))) = (&mut self.rank.model.embed.patches, data.pixels()) {
+            let b = self.rank.context.b;
+            let rows = pixels.len() / cols.max(1);
+            let table = b.within(&self.rank.weights, || Tensor::from_f32(b, &pixels, rows, cols))?;
+            patches.pixels = Some(table);
+        }
         self.rank.context.data = Some(Arc::new(data));
-        self
+        Ok(self)
     }
 
     /// Number of optimizer steps that have been issued.

@@ -65,6 +65,8 @@ pub trait Observer {
     fn evaluating(&mut self, _done: usize, _of: usize) {}
     /// The held-out loss after this number of steps; `None` if no evaluated token is a target.
     fn evaluation(&mut self, step: u64, valid_loss: Option<f64>);
+    /// The number and the share of held-out images that are classified rightly after this number of steps.
+    fn accuracy(&mut self, _step: u64, _right: u64, _share: f64) {}
     /// The scores of a task after this number of steps.
     fn task(&mut self, _step: u64, _name: &str, _scored: &Scored) {}
     /// A checkpoint is complete on disk.

@@ -87,7 +87,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         let prediction = plan::require_room_for(b, mesh.shape(), mesh.all.host_ranks(), &config, &recipe)?;
         let trainer = Trainer::under(b, mesh, &config, recipe)?;
         let mut trainer = match data {
-            Some(data) => trainer.with(data),
+            Some(data) => trainer.with(data)?,
             None => trainer.with_data()?,
         };
         let inputs = (trainer.config(), trainer.recipe(), trainer.data()?);

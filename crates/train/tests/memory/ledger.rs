@@ -44,6 +44,21 @@ fn the_ledger_is_what_the_allocator_holds() {
 }
 
 #[test]
+fn the_ledger_of_every_choice_of_dense_layers_too() {
+    for changes in rig::dense_choices() {
+        for recipe in ["f32", "bf16", "mxfp4-hopper", "nvfp4"] {
+            let cpu = Cpu::new(1).unwrap();
+            let mut trainer = Trainer::new(&cpu, &SOLO, &rig::dense(recipe, &changes)).unwrap();
+            let (ledger, live) = trainer.ledger().unwrap();
+            assert_eq!(ledger.bytes(), live, "{recipe} {changes:?}\n{}", ledger.table());
+            trainer.train_step().unwrap();
+            let (ledger, live) = trainer.ledger().unwrap();
+            assert_eq!(ledger.bytes(), live, "{recipe} {changes:?}, after a step\n{}", ledger.table());
+        }
+    }
+}
+
+#[test]
 fn the_ledger_of_dense_layers_is_what_the_allocator_holds() {
     for recipe in rig::recipes() {
         for config in [rig::dense(recipe, &[]), rig::mixed(recipe, &["train.recompute=[]"])] {

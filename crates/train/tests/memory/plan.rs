@@ -112,6 +112,8 @@ fn the_arenas_of_a_dense_model_too() {
         &["recipe=mxfp4-hopper", "model.tie_embeddings=false", "train.grad_dtype=bf16", "train.shards=1"],
         &["recipe=fp8-flow", "train.recompute=[\"attention\"]"],
         &["recipe=mxfp4-hopper", "train.recompute=[\"layers\"]"],
+        &["recipe=bf16", "model.activation=gelu", "model.mlp_bias=true", "model.norm=layer"],
+        &["recipe=mxfp4-hopper", "model.activation=gelu", "model.norm=layer", "train.recompute=[\"layers\"]"],
     ] {
         as_predicted(
             &Config::load("tiny-dense", &changes.iter().map(|c| (*c).to_owned()).collect::<Vec<_>>())
@@ -169,6 +171,15 @@ fn as_predicted(config: &Config, changes: &[&str]) {
         assert_eq!(predicted.parameters, trainer.parameters());
         let (ledger, _) = trainer.ledger().unwrap();
         assert_eq!(predicted.ledger.table(), ledger.table(), "{changes:?}");
+    }
+}
+
+#[test]
+fn the_arenas_of_a_classifier_of_images_too() {
+    use crate::models::images;
+    let dir = images::folder();
+    for recipe in ["bf16", "nvfp4"] {
+        as_predicted(&images::config(dir.path(), recipe, &[]), &[recipe]);
     }
 }
 

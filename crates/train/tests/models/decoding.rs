@@ -146,6 +146,9 @@ fn nor_does_one_of_any_model() {
             let (prompt, tokens) = if i % 2 == 0 { (1, 9) } else { (3, 5) };
             check_run(&Cpu::new(2).unwrap(), &small(recipe, &changes), prompt, tokens);
         }
+        for changes in rig::dense_choices() {
+            check_run(&Cpu::new(2).unwrap(), &rig::dense(recipe, &changes), 3, 5);
+        }
     }
 }
 

@@ -168,6 +168,12 @@ fn uneven(cpu: &Cpu, norm: &mut Norm<Cpu>) {
     norm.weight.master = Tensor::from_f32(cpu, &values, 1, cols).unwrap();
 }
 
+/// Biases that are not all zeros.
+fn not_zero(cpu: &Cpu, bias: &mut Param<Cpu>) {
+    let values = normals(&bias.name, bias.master.cols);
+    bias.master = Tensor::from_f32(cpu, &values, 1, values.len()).unwrap();
+}
+
 /// L = Σ p²/2 has the gradient p; here with one entry's sign turned.
 #[test]
 #[should_panic(expected = "allowed is")]
@@ -196,6 +202,11 @@ fn norm_layer() {
     uneven(&cpu, &mut norm);
     let x = matrix(&cpu, "x", (20, 24), DType::F32);
     check_layer("norm", norm, &cx, &x, 24);
+    let part = Part::norm("norm", Size::new("model.d_model", 24), Group::Norms).with_norm_bias();
+    let mut norm = Norm::new(&cx, &part, 1e-5).unwrap();
+    uneven(&cpu, &mut norm);
+    not_zero(&cpu, norm.bias.as_mut().unwrap());
+    check_layer("layer norm", norm, &cx, &x, 24);
 }
 
 /// The context with this sliding window.
@@ -232,6 +243,9 @@ fn attention_layer_with_grouped_query_heads() {
             value_dim,
             qk_norm,
             qkv_bias,
+            o_bias: qkv_bias,
+            // The mask and sinks are independent of each other.
+            causal: window.is_some() || !qkv_bias,
             sinks,
             window,
         };
@@ -246,13 +260,12 @@ fn attention_layer_with_grouped_query_heads() {
             .collect();
         assert_eq!(norms.len(), if qk_norm == QkNorm::None { 0 } else { 2 });
         norms.into_iter().for_each(|norm| uneven(&cpu, norm));
-        let biases: Vec<&mut Param<Cpu>> =
-            [&mut layer.q, &mut layer.k, &mut layer.v].into_iter().filter_map(|l| l.bias.as_mut()).collect();
-        assert_eq!(biases.len(), if qkv_bias { 3 } else { 0 });
-        for bias in biases {
-            let values = normals(&bias.name, bias.master.cols);
-            bias.master = Tensor::from_f32(&cpu, &values, 1, values.len()).unwrap();
-        }
+        let biases: Vec<&mut Param<Cpu>> = [&mut layer.q, &mut layer.k, &mut layer.v, &mut layer.o]
+            .into_iter()
+            .filter_map(|l| l.bias.as_mut())
+            .collect();
+        assert_eq!(biases.len(), if qkv_bias { 4 } else { 0 });
+        biases.into_iter().for_each(|bias| not_zero(&cpu, bias));
         assert_eq!(layer.sinks.is_some(), sinks);
         if let Some(sinks) = &mut layer.sinks {
             sinks.master = Tensor::from_f32(&cpu, &normals(&sinks.name, heads), 1, heads).unwrap();
@@ -297,6 +310,12 @@ fn dense_feed_forward_layer() {
     let layer = Mlp::new(&cx, &MlpSpec::new("mlp", Group::Mlps, (16, 24), [0.3; 2])).unwrap();
     let x = matrix(&cpu, "x", (16, 16), DType::F32);
     check_layer("mlp", layer, &cx, &x, 16);
+    let spec = MlpSpec::new("mlp", Group::Mlps, (16, 24), [0.3; 2]).with_gelu(0.3).with_biases();
+    let mut layer = Mlp::new(&cx, &spec).unwrap();
+    for linear in [&mut layer.gate_up, &mut layer.down] {
+        not_zero(&cpu, linear.bias.as_mut().unwrap());
+    }
+    check_layer("mlp with gelu", layer, &cx, &x, 16);
 }
 
 /// The parameters that have gradients: biases of the choice have none.

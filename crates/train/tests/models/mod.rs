@@ -5,6 +5,7 @@ mod config_json;
 mod decoding;
 mod families;
 mod gradcheck;
+pub mod images;
 mod latent;
 mod pretrained;
 mod router;

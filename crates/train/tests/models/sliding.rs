@@ -92,6 +92,8 @@ fn a_layer_is_attention_under_the_mask_of_the_definition() {
             value_dim: 8,
             qk_norm: QkNorm::None,
             qkv_bias: false,
+            o_bias: false,
+            causal: true,
             sinks,
             window,
         };

@@ -12,14 +12,15 @@ use nibble_train::family::{ConfigJson, FAMILIES, Family, Field, Named, Rows};
 use nibble_train::param::Placement;
 use nibble_train::spec::{ModelSpec, ParamSpec};
 use nibble_train::trainer::Trainer;
-use rig::{SOLO, choices, dense, mixed, small, state};
+use rig::{SOLO, choices, dense, dense_choices, mixed, small, state};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 
 /// Every kind of model that there is.
 fn models() -> impl Iterator<Item = Config> {
     let routed = choices().into_iter().map(|changes| small("bf16", &changes));
-    routed.chain([dense("bf16", &["model.layers=1"])])
+    let choices = dense_choices().into_iter().map(|changes| dense("bf16", &changes));
+    routed.chain([dense("bf16", &["model.layers=1"])]).chain(choices)
 }
 
 /// This rank's parameters against their description.

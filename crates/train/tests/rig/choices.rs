@@ -16,6 +16,7 @@ pub fn choices() -> Vec<Vec<&'static str>> {
         of(&["model.shared_ffn=0", "model.qk_norm=false", "model.value_head_dim=16"]),
         of(&["model.qk_norm=false", "model.qkv_bias=true"]),
         of(&["model.qk_norm=width"]),
+        of(&["model.norm=layer", "model.o_bias=true"]),
         of(&["model.attention_sinks=true"]),
         of(&["model.sliding_window=3", "model.qk_norm=false"]),
         of(&["model.layers=3", "model.sliding_window=5", ALTERNATING, "model.attention_sinks=true"]),
@@ -26,4 +27,9 @@ pub fn choices() -> Vec<Vec<&'static str>> {
         [&OF_LATENTS[..], &LATENT].concat(),
         [&OF_LATENTS[..], &LATENT_STRAIGHT, &["model.sliding_window=4"]].concat(),
     ]
+}
+
+/// The same for models without experts, for the small run of a dense model ([`super::dense`]).
+pub fn dense_choices() -> Vec<Vec<&'static str>> {
+    vec![vec!["model.activation=gelu", "model.mlp_bias=true", "model.norm=layer"]]
 }

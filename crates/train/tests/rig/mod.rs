@@ -6,7 +6,7 @@ mod choices;
 mod comm;
 pub mod documents;
 
-pub use choices::choices;
+pub use choices::{choices, dense_choices};
 pub use comm::{Call, CallLog, Hook, Hooked, noted, on_axes};
 
 use nibble_core::formats::{Purpose, Stream, fnv1a32};

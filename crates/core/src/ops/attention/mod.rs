@@ -6,7 +6,8 @@ pub use {assemble_kv::*, windows::*};
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
-/// Causal softmax attention with grouped query heads: head i attends with key/value head i / (heads / kv_heads).
+/// Softmax attention, causal or over the whole sequence, with grouped query heads: head i attends with key/value head i / (heads /
+/// kv_heads).
 ///
 /// Rows are sequences of `seq_len` tokens, one after the other. Scores are q·k · `scale`; scores and sums are F32. Heads of values (and of
 /// the output) may differ in size from heads of queries and keys. For BF16 inputs, a backend may round the probabilities P to BF16 before
@@ -36,6 +37,9 @@ pub struct Attention<'a, B: Backend> {
     pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// Whether a query sees no key after its own position. Without this mask, each query sees all keys of its sequence, and there are no
+    /// windows.
+    pub causal: bool,
     /// The keys to which each query attends, if these are not all keys of its sequence up to its own position.
     pub windows: Option<&'a Windows<B>>,
     /// F32 of shape `[1, heads]`: the attention sink of each query head, an unscaled score without a key.
@@ -77,17 +81,17 @@ pub fn attention_scale(head_dim: usize) -> f32 {
 type Qkv<'a, B> = [&'a Tensor<B>; 3];
 
 impl<'a, B: Backend> Attention<'a, B> {
-    /// Attention with the usual scale ([`attention_scale`]) and without windows or sinks.
+    /// Causal attention with the usual scale ([`attention_scale`]) and without windows or sinks.
     pub fn new([q, k, v]: Qkv<'a, B>, (head_dim, value_dim): (usize, usize), seq_len: usize) -> Self {
         let scale = attention_scale(head_dim);
-        Self { q, k, v, head_dim, value_dim, scale, seq_len, windows: None, sinks: None }
+        Self { q, k, v, head_dim, value_dim, scale, seq_len, causal: true, windows: None, sinks: None }
     }
 
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention";
         check_scale(OP, self.scale)?;
-        self.windows.map_or(Ok(()), |windows| windows.check(OP, self.q.rows))?;
+        check_windows(OP, self.windows, self.causal, self.q.rows)?;
         let heads = check_qkv(OP, self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len)?;
         check_sinks(OP, self.sinks, heads)
     }
@@ -177,6 +181,8 @@ pub struct AttentionBackward<'a, B: Backend> {
     pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// Whether the forward pass had the causal mask.
+    pub causal: bool,
     /// The windows of the forward pass.
     pub windows: Option<&'a Windows<B>>,
     /// The sinks of the forward pass.
@@ -207,15 +213,15 @@ impl<'a, B: Backend> AttentionBackward<'a, B> {
         seq_len: usize,
     ) -> Self {
         let scale = attention_scale(head_dim);
-        let (windows, sinks) = (None, None);
-        Self { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len, windows, sinks }
+        let (causal, windows, sinks) = (true, None, None);
+        Self { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len, causal, windows, sinks }
     }
 
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention_backward";
         check_scale(OP, self.scale)?;
-        self.windows.map_or(Ok(()), |windows| windows.check(OP, self.q.rows))?;
+        check_windows(OP, self.windows, self.causal, self.q.rows)?;
         let heads = check_qkv(OP, self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len)?;
         check_sinks(OP, self.sinks, heads)?;
         let shape = (self.q.rows, heads * self.value_dim);
@@ -239,6 +245,19 @@ fn check_scale(op: &'static str, scale: f32) -> Result<()> {
     match scale.is_finite() && scale > 0.0 {
         true => Ok(()),
         false => Err(Error::shape(op, "scale", scale, "a finite number above 0")),
+    }
+}
+
+fn check_windows<B: Backend>(
+    op: &'static str,
+    windows: Option<&Windows<B>>,
+    causal: bool,
+    rows: usize,
+) -> Result<()> {
+    match windows {
+        None => Ok(()),
+        Some(windows) if causal => windows.check(op, rows),
+        Some(_) => Err(Error::shape(op, "windows", "given", "none, because attention is not causal")),
     }
 }
 

@@ -1,7 +1,8 @@
 //! Norms and rotary embeddings.
 
+pub(super) mod layer_norm;
 pub(super) mod norm_rope;
 pub(super) mod rms_norm;
 pub(super) mod rope;
 
-pub use {norm_rope::*, rms_norm::*, rope::*};
+pub use {layer_norm::*, norm_rope::*, rms_norm::*, rope::*};

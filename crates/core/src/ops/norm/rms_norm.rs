@@ -55,7 +55,11 @@ impl<'a, B: Backend> RmsNorm<'a, B> {
 }
 
 /// Checks that the added tensor has the shape and type of x.
-fn check_plus<B: Backend>(op: &'static str, plus: Option<&Tensor<B>>, x: &Tensor<B>) -> Result<()> {
+pub(super) fn check_plus<B: Backend>(
+    op: &'static str,
+    plus: Option<&Tensor<B>>,
+    x: &Tensor<B>,
+) -> Result<()> {
     let Some(plus) = plus else { return Ok(()) };
     expect_eq(op, "shape of plus", plus.shape(), x.shape())?;
     expect_eq(op, "type of plus", plus.dtype(), x.dtype())

@@ -2,5 +2,6 @@
 
 pub(super) mod bias;
 pub(super) mod elementwise;
+pub(super) mod gelu;
 
-pub use {bias::*, elementwise::*};
+pub use {bias::*, elementwise::*, gelu::*};

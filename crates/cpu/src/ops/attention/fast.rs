@@ -152,15 +152,19 @@ impl<'a> Space<'a> {
                 );
                 let start = self.sight.tile_start(unit.segment, first);
                 let from = start / LANES * LANES;
-                self.against((&self.q, width), &self.k_panels, sizes.head_dim, from..keys_of(first))
+                let keys = from..self.sight.tile_end(unit.segment, first).next_multiple_of(LANES);
+                self.against((&self.q, width), &self.k_panels, sizes.head_dim, keys.clone())
                     .run(self.isa, &mut self.p[from..]);
                 if !unit.segment.is_whole {
                     let hidden = self.sight.hidden(unit.segment, rows.clone(), from);
                     hide(&mut self.p[from..], self.stride, &hidden, f32::NEG_INFINITY);
                 }
-                let (seen, keys) = (&mut self.p[from..], keys_of(first) - from);
-                let softmax = softmax_rows(self.isa, seen, self.stride, first - from, keys, sink);
-                over_keys(&self.p, self.stride, &self.v, value_width, start..rows.end)
+                let (last, step) = self.sight.last_keys(unit.segment, first);
+                let last = (last - from, step);
+                let softmax =
+                    softmax_rows(self.isa, &mut self.p[from..], self.stride, last, keys.len(), sink);
+                let end = self.sight.tile_end(unit.segment, first);
+                over_keys(&self.p, self.stride, &self.v, value_width, start..end)
                     .run(self.isa, &mut self.tile);
                 for (row, (i, x)) in rows.zip(self.tile.chunks_exact(value_width)).enumerate() {
                     let token = base + i;
@@ -254,18 +258,20 @@ impl<'a> Space<'a> {
             (&mut p[at * stride..][..TILE * stride], &mut ds[at * stride..][..TILE * stride]);
         let start = self.sight.tile_start(unit.segment, first);
         let from = start / LANES * LANES;
-        let keys = from..keys_of(first);
+        let end = self.sight.tile_end(unit.segment, first);
+        let keys = from..end.next_multiple_of(LANES);
+        let last = self.sight.last_keys(unit.segment, first);
         self.against((&self.q[at * width..], width), &self.k_panels, sizes.head_dim, keys.clone())
             .run(self.isa, &mut p_tile[from..]);
         let dout = (&self.dout[at * value_width..], value_width);
         self.against(dout, &self.v_panels, sizes.value_dim, keys.clone()).run(self.isa, &mut ds_tile[from..]);
-        score_grads(self.isa, p_tile, ds_tile, stride, first, keys, &lse, &delta);
+        score_grads(self.isa, p_tile, ds_tile, stride, last, keys, &lse, &delta);
         if !is_whole {
             let hidden = self.sight.hidden(unit.segment, rows.clone(), from);
             hide(&mut p_tile[from..], stride, &hidden, 0.0);
             hide(&mut ds_tile[from..], stride, &hidden, 0.0);
         }
-        over_keys(ds_tile, stride, &self.k, width, start..rows.end).run(self.isa, &mut self.tile);
+        over_keys(ds_tile, stride, &self.k, width, start..end).run(self.isa, &mut self.tile);
         (self.p, self.ds) = (p, ds);
         for (i, x) in rows.zip(self.tile.chunks_exact(width)) {
             // SAFETY: no other task has this segment and query head.
@@ -277,11 +283,15 @@ impl<'a> Space<'a> {
     /// dV += Pᵀ·dO and dK += dSᵀ·Q over a block of queries.
     fn add_key_grads(&mut self, segment: Segment, queries: Range<usize>) {
         let tiles = queries.clone().step_by(TILE);
-        for key in (self.sight.tile_start(segment, queries.start)..queries.end).step_by(TILE) {
+        let keys =
+            self.sight.tile_start(segment, queries.start)..self.sight.tile_end(segment, queries.end - 1);
+        for key in keys.step_by(TILE) {
             // The start of the window never decreases from one query to the next. So the product ends before the first tile of queries
             // whose window starts after the key.
             let hidden = tiles.clone().find(|&tile| self.sight.tile_start(segment, tile) > key);
-            let (from, end) = (key.max(queries.start), hidden.unwrap_or(queries.end));
+            // Under the causal mask, the queries of earlier tiles do not attend to the key.
+            let first = queries.clone().step_by(TILE).find(|&tile| self.sight.tile_end(segment, tile) > key);
+            let (from, end) = (first.unwrap_or(queries.end), hidden.unwrap_or(queries.end));
             let at = from - queries.start;
             let sums = [
                 (&self.p, &self.dout, &mut self.dv, self.value_width),
@@ -339,11 +349,6 @@ impl<'a> Space<'a> {
             onward: false,
         }
     }
-}
-
-/// End of the keys for which the tile of queries that starts at `first` has scores, in whole panels.
-fn keys_of(first: usize) -> usize {
-    (first + TILE).next_multiple_of(LANES)
 }
 
 /// Multiplies a tile of weights by these rows of `b`.

@@ -195,7 +195,7 @@ fn sink_grad(sink: f32, lse: f32, delta: f32) -> f32 {
 fn forward<T: Real>(cpu: &Cpu, op: &Attention<'_, Cpu>) -> Result<AttentionOut<Cpu>> {
     const OP: &str = "attention";
     let sizes = Heads::new(op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len);
-    let sight = Sight::new(&sizes, op.windows);
+    let sight = Sight::new(&sizes, op.windows, op.causal);
     let input = ForwardInput {
         q: T::slice(OP, "q", op.q)?,
         k: T::slice(OP, "k", op.k)?,
@@ -217,7 +217,7 @@ fn forward<T: Real>(cpu: &Cpu, op: &Attention<'_, Cpu>) -> Result<AttentionOut<C
 fn backward<T: Real>(cpu: &Cpu, op: &AttentionBackward<'_, Cpu>) -> Result<AttentionGrads<Cpu>> {
     const OP: &str = "attention_backward";
     let sizes = Heads::new(op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len);
-    let sight = Sight::new(&sizes, op.windows);
+    let sight = Sight::new(&sizes, op.windows, op.causal);
     let input = BackwardInput {
         q: T::slice(OP, "q", op.q)?,
         k: T::slice(OP, "k", op.k)?,

@@ -6,32 +6,35 @@ use crate::Cpu;
 use nibble_core::ops::Windows;
 use std::ops::Range;
 
-/// Consecutive tokens of a sequence that attend only to each other: no later query attends to a key before the segment's first token. A
+/// Consecutive tokens of a sequence that attend only to each other: no other query attends to a key of the segment. A
 /// sequence without windows is one segment. A document is one segment, so its bits are those of the document alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Segment {
     /// Index of the first token, counted over all sequences.
     pub first: usize,
     pub len: usize,
-    /// Whether each query attends to all keys of the segment up to its own position.
+    /// Whether each query attends to all keys of the segment that the causal mask leaves.
     pub is_whole: bool,
 }
 
 /// All segments, and the first key of each query.
 pub(super) struct Sight {
     pub segments: Vec<Segment>,
+    /// Whether a query attends to no later key.
+    causal: bool,
     /// The first key of each query, counted within the segment. Empty without windows.
     first_key: Vec<usize>,
 }
 
 impl Sight {
-    pub fn new(sizes: &Heads, windows: Option<&Windows<Cpu>>) -> Self {
+    pub fn new(sizes: &Heads, windows: Option<&Windows<Cpu>>, causal: bool) -> Self {
         let sequences = (0..sizes.sequences).map(|sequence| sequence * sizes.seq_len);
         let Some(windows) = windows else {
             let whole = |first| Segment { first, len: sizes.seq_len, is_whole: true };
-            return Self { segments: sequences.map(whole).collect(), first_key: Vec::new() };
+            return Self { segments: sequences.map(whole).collect(), causal, first_key: Vec::new() };
         };
-        let mut sight = Self { segments: Vec::new(), first_key: Vec::with_capacity(sizes.tokens()) };
+        let first_key = Vec::with_capacity(sizes.tokens());
+        let mut sight = Self { segments: Vec::new(), causal, first_key };
         for first in sequences {
             sight.cut(first, &windows.first_key.as_slice()[first..][..sizes.seq_len]);
         }
@@ -59,6 +62,21 @@ impl Sight {
     /// The first key of a query; query and key are counted within the segment.
     pub fn first_key(&self, segment: Segment, query: usize) -> usize {
         self.first_key.get(segment.first + query).copied().unwrap_or(0)
+    }
+
+    /// The last key of a query; query and key are counted within the segment.
+    pub fn last_key(&self, segment: Segment, query: usize) -> usize {
+        if self.causal { query } else { segment.len - 1 }
+    }
+
+    /// The key after the last key in the sums of the tile of queries that contains `query`.
+    pub fn tile_end(&self, segment: Segment, query: usize) -> usize {
+        if self.causal { ((query / TILE + 1) * TILE).min(segment.len) } else { segment.len }
+    }
+
+    /// The last key of each query of the tile that starts at `first`, as the last key of the first query and the step to the next.
+    pub fn last_keys(&self, segment: Segment, first: usize) -> (usize, usize) {
+        (self.last_key(segment, first), usize::from(self.causal))
     }
 
     /// The first key in the sums of the tile of queries that contains `query`. A key to which a query does not attend has weight 0.

@@ -1,11 +1,11 @@
 //! Attention computed one query at a time. This slow code defines the bits.
 //!
 //! Queries are scaled when they are read. A segment's queries and keys form tiles of 8. The sums of a query start at the tile of keys that
-//! contains the window start of the first query in its tile. These sums end with the query's own tile. In this range, a key to which the
+//! contains the window start of the first query in its tile. These sums end with the query's own tile, or with the segment if there is no
+//! causal mask. In this range, a key to which the
 //! query does not attend has weight 0; no other masked key or query enters any sum.
 
 use super::sight::{Segment, Sight};
-use super::tile::TILE;
 use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads, cells, close, sink_grad};
 use crate::simd::{Real, lane_dot, softmax_terms};
 use nibble_formats::math::exp;
@@ -45,11 +45,6 @@ fn add_row(sums: &mut [f32], weight: f32, x: &[impl Real]) {
     }
 }
 
-/// The index of the key after the tile of query `i`.
-fn tile_end(segment: Segment, i: usize) -> usize {
-    ((i / TILE + 1) * TILE).min(segment.len)
-}
-
 pub(super) fn forward<T: Real>(
     sizes: &Heads,
     sight: &Sight,
@@ -65,9 +60,9 @@ pub(super) fn forward<T: Real>(
             let query = q.scaled(i, sizes.scale);
             let first = sight.first_key(segment, i);
             let score = |j| if j < first { f32::NEG_INFINITY } else { chain(&query, k.row(j)) };
-            let mut weights: Vec<f32> = (0..=i).map(score).collect();
+            let mut weights: Vec<f32> = (0..=sight.last_key(segment, i)).map(score).collect();
             let (max, sum) = softmax_terms(&mut weights);
-            weights.resize(tile_end(segment, i), 0.0);
+            weights.resize(sight.tile_end(segment, i), 0.0);
             let mut out = vec![0.0; sizes.value_dim];
             for (j, &weight) in weights.iter().enumerate().skip(sight.tile_start(segment, i)) {
                 add_row(&mut out, weight, v.row(j));
@@ -111,9 +106,9 @@ pub(super) fn backward<T: Real>(
                 }
                 let (query, dout) = (q.scaled(i, sizes.scale), dout.scaled(i, 1.0));
                 let mut dq = vec![0.0; sizes.head_dim];
-                for j in sight.tile_start(segment, i)..tile_end(segment, i) {
+                for j in sight.tile_start(segment, i)..sight.tile_end(segment, i) {
                     let (mut p, mut ds) = (0.0, 0.0);
-                    if (sight.first_key(segment, i)..=i).contains(&j) {
+                    if (sight.first_key(segment, i)..=sight.last_key(segment, i)).contains(&j) {
                         p = exp(chain(&query, k.row(j)) - lse);
                         ds = p * (chain(&dout, v.row(j)) - delta);
                     }

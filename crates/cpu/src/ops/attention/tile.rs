@@ -108,15 +108,16 @@ pub(super) struct Softmax {
     pub lse: [f32; TILE],
 }
 
-per_isa!(pub(super) fn softmax_rows = softmax_rows_body; (scores: &mut [f32], stride: usize, first: usize, keys: usize, sink: Option<f32>) -> Softmax);
+per_isa!(pub(super) fn softmax_rows = softmax_rows_body; (scores: &mut [f32], stride: usize, last: (usize, usize), keys: usize, sink: Option<f32>) -> Softmax);
 
-/// Softmax for the tile of queries that starts at `first`: scores of later keys become weight 0, and the others become exp(s − max). `keys`
+/// Softmax for a tile of queries: scores after a query's last key become weight 0, and the others become exp(s − max). `last` is the last
+/// key of the first query, and the step to that of the next query. `keys`
 /// is the number of scores in a row, including masked scores. `sink` is the head's sink score.
 #[inline(always)]
 fn softmax_rows_body(
     scores: &mut [f32],
     stride: usize,
-    first: usize,
+    (last, step): (usize, usize),
     keys: usize,
     sink: Option<f32>,
 ) -> Softmax {
@@ -125,7 +126,7 @@ fn softmax_rows_body(
     for (row, max) in max.iter_mut().enumerate() {
         let scores = &mut scores[row * stride..][..keys];
         // exp(−∞) is +0, which changes neither the sum nor a product.
-        mask(scores, first + row, f32::NEG_INFINITY);
+        mask(scores, last + row * step, f32::NEG_INFINITY);
         *max = lane_max(scores);
     }
     for (row, &max) in max.iter().enumerate() {
@@ -141,12 +142,12 @@ fn softmax_rows_body(
     softmax
 }
 
-/// Masks the scores after the query's own key. Fewer scores than one panel are masked, because rows end with the panel that contains the
+/// Masks the scores after the query's last key. Fewer scores than one panel are masked, because rows end with the panel that contains the
 /// tile.
 #[inline(always)]
-fn mask(row: &mut [f32], query: usize, value: f32) {
+fn mask(row: &mut [f32], last: usize, value: f32) {
     let Some(at) = row.len().checked_sub(LANES) else { return };
-    let seen = (query + 1).saturating_sub(at) as u32;
+    let seen = (last + 1).saturating_sub(at) as u32;
     for (lane, x) in row[at..].iter_mut().enumerate() {
         *x = if lane as u32 >= seen { value } else { *x };
     }
@@ -159,16 +160,16 @@ pub(super) fn hide(rows: &mut [f32], stride: usize, hidden: &[usize; TILE], valu
     }
 }
 
-per_isa!(pub(super) fn score_grads = score_grads_body; (p: &mut [f32], ds: &mut [f32], stride: usize, first: usize, keys: Range<usize>, lse: &[f32; TILE], delta: &[f32; TILE]));
+per_isa!(pub(super) fn score_grads = score_grads_body; (p: &mut [f32], ds: &mut [f32], stride: usize, last: (usize, usize), keys: Range<usize>, lse: &[f32; TILE], delta: &[f32; TILE]));
 
-/// Score gradients for the tile of queries that starts at `first`, over whole panels of `keys`: scores become P = exp(s − lse), and dP
+/// Score gradients for a tile of queries with these last keys (see [`softmax_rows`]), over whole panels of `keys`: scores become P = exp(s − lse), and dP
 /// becomes dS = P · (dP − delta). P and dS are 0 for later keys.
 #[inline(always)]
 fn score_grads_body(
     p: &mut [f32],
     ds: &mut [f32],
     stride: usize,
-    first: usize,
+    (last, step): (usize, usize),
     keys: Range<usize>,
     lse: &[f32; TILE],
     delta: &[f32; TILE],
@@ -181,8 +182,8 @@ fn score_grads_body(
                 ds[i] = p[i] * (ds[i] - delta[row]);
             }
         }
-        mask(p, first + row - keys.start, 0.0);
-        mask(ds, first + row - keys.start, 0.0);
+        mask(p, last + row * step - keys.start, 0.0);
+        mask(ds, last + row * step - keys.start, 0.0);
     }
 }
 

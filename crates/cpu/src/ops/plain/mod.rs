@@ -3,6 +3,7 @@
 pub mod bias;
 pub(crate) mod column_sums;
 pub mod elementwise;
+pub mod gelu;
 pub mod transpose;
 
-pub(crate) use {bias::*, elementwise::*, transpose::*};
+pub(crate) use {bias::*, elementwise::*, gelu::*, transpose::*};

@@ -1,7 +1,8 @@
-// Causal attention with grouped query heads on the CUDA cores: any sequence length, heads of up to kDim elements, F32 or BF16.
+// Attention with grouped query heads on the CUDA cores, causal or over the whole sequence: any sequence length, heads of up to kDim elements, F32 or BF16.
 //
-// attention<T, kDim, kWindowed, kSinks>: q [t, heads · head_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim], out [t, heads ·
-//   value_dim], of type T; lse [t, heads], natural logarithms. kDim: at least head_dim and value_dim. kWindowed: query i of a sequence sees
+// attention<T, kDim, kCausal, kWindowed, kSinks>: q [t, heads · head_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim], out [t, heads ·
+//   value_dim], of type T; lse [t, heads], natural logarithms. kDim: at least head_dim and value_dim. kCausal: query i sees no key after
+//   key i; otherwise it sees all keys of its sequence, and kWindowed is false. kWindowed: query i of a sequence sees
 //   the keys from first_key[i] on, and first_key never decreases; tiles of keys before the first key of the CTA's first query are skipped.
 //   kSinks: F32 `sinks` [heads], attention sinks that are added to each query's softmax sum.
 //   256 threads; grid ceil(seq_len / 64) · heads · sequences, CTAs with the most keys first; dynamic shared memory (2 · kDim + 64) · 68 · 4
@@ -22,13 +23,17 @@ struct AttentionShared {
     float weights[kQueries * stride_of<kQueries>()];
 };
 
-/// Whether the query sees the key under the causal mask; windows are not considered.
-__device__ __forceinline__ bool sees(int query, int key) { return key <= query; }
+/// Whether the query sees the key; windows are not considered.
+template <bool kCausal>
+__device__ __forceinline__ bool sees(int query, int key, int seq_len) {
+    return kCausal ? key <= query : key < seq_len;
+}
 
-template <class T, int kDim, bool kWindowed, bool kSinks>
+template <class T, int kDim, bool kCausal, bool kWindowed, bool kSinks>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
     attention(const u8* __restrict__ q, const u8* __restrict__ k, const u8* __restrict__ v, u8* __restrict__ out,
               float* __restrict__ lse, AttentionSizes sizes, const int* __restrict__ first_key, const float* __restrict__ sinks) {
+    static_assert(kCausal || !kWindowed);
     constexpr int kOwn = kQueries / 16;
     extern __shared__ uint4 raw[];
     auto& shared = *reinterpret_cast<AttentionShared<kDim>*>(raw);
@@ -53,7 +58,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     }
     int begin = 0;
     if constexpr (kWindowed) begin = first_key_of<true>(first_key, sizes, sequence, first) / kQueries * kQueries;
-    for (int key = begin; key <= first; key += kQueries) {
+    const int end = kCausal ? first + 1 : sizes.seq_len;
+    for (int key = begin; key < end; key += kQueries) {
         __syncthreads();
         load_rows<T, kDim, kQueries>(shared.kv, k, sizes, sizes.kv_heads, sizes.head_dim, sequence, kv_head, key, 1.0f);
         __syncthreads();
@@ -64,7 +70,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
             float highest = max[i];
 #pragma unroll
             for (int j = 0; j < kOwn; ++j) {
-                if (!sees(first + own + i, key + other + j)) score[i][j] = -infinity();
+                if (!sees<kCausal>(first + own + i, key + other + j, sizes.seq_len)) score[i][j] = -infinity();
                 if (kWindowed && key + other + j < own_first[i]) score[i][j] = -infinity();
                 highest = ptx::max_or_nan(highest, score[i][j]);
             }

@@ -1,14 +1,15 @@
-// The backward pass of causal attention on the CUDA cores: any sequence length, heads of up to kDim elements, F32 or BF16.
+// The backward pass of attention on the CUDA cores, causal or over the whole sequence: any sequence length, heads of up to kDim elements, F32 or BF16.
 //
 // Both kernels: q [t, heads · head_dim], dout [t, heads · value_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim] of type T,
 //   head_dim and value_dim at most kDim; lse and delta as `attention_rows` writes them, with factor 1. Each kernel computes P = exp(q·k -
 //   lse) and dS = P · (dout·v - delta) itself, so that neither kernel adds to sums of the other.
 //   256 threads; tiles of kRows queries and keys; dynamic shared memory (4 · kDim + 2 · kRows) · (kRows + 4) · 4 bytes.
+// kCausal: query i sees no key after key i; otherwise it sees all keys of its sequence, and kWindowed is false.
 // kWindowed: query i of a sequence sees the keys from first_key[i] on, and the queries before end_query[j] see key j. Neither array
 //   decreases. So tiles before the first key of a CTA's first query, and tiles after the last query of a CTA's last key, are skipped.
-// attention_backward_q<T, kDim, kRows, kWindowed>: dq = scale · dS · k. Grid ceil(seq_len / kRows) · heads · sequences, CTAs with the most
+// attention_backward_q<T, kDim, kRows, kCausal, kWindowed>: dq = scale · dS · k. Grid ceil(seq_len / kRows) · heads · sequences, CTAs with the most
 //   keys first.
-// attention_backward_kv<T, kDim, kRows, kWindowed>: dv = Pᵀ · dout and dk = scale · dSᵀ · q, summed over the group's query heads in order
+// attention_backward_kv<T, kDim, kRows, kCausal, kWindowed>: dv = Pᵀ · dout and dk = scale · dSᵀ · q, summed over the group's query heads in order
 //   and over each head's queries in order. Grid ceil(seq_len / kRows) · kv_heads · sequences, CTAs with the most queries first.
 #pragma once
 #include "pieces/attention/attention_tile.cuh"
@@ -39,11 +40,12 @@ __device__ __forceinline__ void score_grad(float& score, float& dp, bool seen, f
     dp = seen ? score * (dp - delta) : 0.0f;
 }
 
-template <class T, int kDim, int kRows, bool kWindowed>
+template <class T, int kDim, int kRows, bool kCausal, bool kWindowed>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
     attention_backward_q(const u8* __restrict__ q, const u8* __restrict__ k, const u8* __restrict__ v, const u8* __restrict__ dout,
                          const float* __restrict__ lse, const float* __restrict__ delta, u8* __restrict__ dq, AttentionSizes sizes,
                          const int* __restrict__ first_key) {
+    static_assert(kCausal || !kWindowed);
     constexpr int kOwn = kRows / 16;
     extern __shared__ uint4 raw[];
     auto& shared = *reinterpret_cast<AttentionGradShared<kDim, kRows>*>(raw);
@@ -68,7 +70,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     clear(sum);
     int begin = 0;
     if constexpr (kWindowed) begin = first_key_of<true>(first_key, sizes, sequence, first) / kRows * kRows;
-    for (int key = begin; key <= first; key += kRows) {
+    const int end = kCausal ? first + 1 : sizes.seq_len;
+    for (int key = begin; key < end; key += kRows) {
         __syncthreads();
         load_rows<T, kDim, kRows>(shared.k, k, sizes, sizes.kv_heads, sizes.head_dim, sequence, kv_head, key, 1.0f);
         load_rows<T, kDim, kRows>(shared.v, v, sizes, sizes.kv_heads, sizes.value_dim, sequence, kv_head, key, 1.0f);
@@ -80,7 +83,9 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
         for (int i = 0; i < kOwn; ++i)
 #pragma unroll
             for (int j = 0; j < kOwn; ++j)
-                score_grad(score[i][j], ds[i][j], key + other + j <= own + i && (!kWindowed || key + other + j >= own_first[i]),
+                score_grad(score[i][j], ds[i][j],
+                           key + other + j < (kCausal ? own + i + 1 : sizes.seq_len) &&
+                               (!kWindowed || key + other + j >= own_first[i]),
                            own_lse[i], own_delta[i]);
         write_weights<kRows>(shared.ds, ds);
         __syncthreads();
@@ -89,11 +94,12 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     store_rows<T, kDim, kRows>(dq, sum, factor, sizes, sizes.heads, sizes.head_dim, sequence, head, first);
 }
 
-template <class T, int kDim, int kRows, bool kWindowed>
+template <class T, int kDim, int kRows, bool kCausal, bool kWindowed>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
     attention_backward_kv(const u8* __restrict__ q, const u8* __restrict__ k, const u8* __restrict__ v, const u8* __restrict__ dout,
                           const float* __restrict__ lse, const float* __restrict__ delta, u8* __restrict__ dk, u8* __restrict__ dv,
                           AttentionSizes sizes, const int* __restrict__ end_query) {
+    static_assert(kCausal || !kWindowed);
     constexpr int kOwn = kRows / 16;
     extern __shared__ uint4 raw[];
     auto& shared = *reinterpret_cast<AttentionGradShared<kDim, kRows>*>(raw);
@@ -115,7 +121,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     }
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         const u64 rows = (u64(u32(sequence)) * sizes.heads + head) * sizes.padded;
-        for (int query = first; query < end; query += kRows) {
+        for (int query = kCausal ? first : 0; query < end; query += kRows) {
             __syncthreads();
             load_rows<T, kDim, kRows>(shared.q, q, sizes, sizes.heads, sizes.head_dim, sequence, head, query, sizes.scale);
             load_rows<T, kDim, kRows>(shared.dout, dout, sizes, sizes.heads, sizes.value_dim, sequence, head, query, 1.0f);
@@ -129,7 +135,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
                 const float row_lse = lse[rows + row], row_delta = delta[rows + row];
 #pragma unroll
                 for (int i = 0; i < kOwn; ++i)
-                    score_grad(score[i][j], ds[i][j], row < (kWindowed ? own_end[i] : sizes.seq_len) && own + i <= row, row_lse,
+                    score_grad(score[i][j], ds[i][j], row < (kWindowed ? own_end[i] : sizes.seq_len) && (!kCausal || own + i <= row), row_lse,
                                row_delta);
             }
             write_weights<kRows>(shared.p, score);

@@ -1,5 +1,5 @@
 //! Runs `attention` and `attention_backward` on a GPU. BF16 heads of 64, of 128, and of 192 with values of 128 use the tensor cores
-//! (`attention_wgmma.rs`); all other heads use the CUDA cores (`csrc/kernels/attention/attention.cuh`, `attention_backward.cuh`).
+//! (`attention_wgmma.rs`) under the causal mask; all other heads, and attention over whole sequences, use the CUDA cores (`csrc/kernels/attention/attention.cuh`, `attention_backward.cuh`).
 //!
 //! No CTA adds to the sums of another CTA. So the backward pass computes P and dS twice, once for dq and once for dk and dv, unless dS
 //! is stored (`StoredScoreGrads`).
@@ -151,7 +151,8 @@ pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<Attentio
     let AttentionOut { out, lse } = &result;
     let sizes = Sizes::new(FORWARD, op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len)?;
     if let Some(sizes) = sizes.filter(|sizes| sizes.heads > 0) {
-        if let Some(wgmma) = Wgmma::choose(&sizes, op.q.dtype(), device.info().num_sms) {
+        if let Some(wgmma) = Wgmma::choose(&sizes, op.q.dtype(), device.info().num_sms).filter(|_| op.causal)
+        {
             wgmma.forward(device, [op.q, op.k, op.v, out], lse.get(), (windows, sinks))?;
             return Ok(result);
         }
@@ -163,7 +164,8 @@ pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<Attentio
             shared_bytes: forward_shared(dim),
         };
         let [q, k, v, to] = [op.q, op.k, op.v, out].map(|x| plain_arg(x).0);
-        let kernel = device.kernel(&forward_spec(op.q.dtype(), dim, windows.is_some(), sinks.is_some()))?;
+        let mask = Mask::of(op.causal, windows.is_some());
+        let kernel = device.kernel(&forward_spec(op.q.dtype(), dim, mask, sinks.is_some()))?;
         let first_key = windows.map(|lists| lists.first_key);
         // SAFETY: `check` and `BufferCheck` checked q, k, v, windows and sinks against the sizes and the instance's type; out and lse are
         // allocated from these sizes and are not shared yet.
@@ -200,16 +202,42 @@ impl<'a> Lists<'a> {
     }
 }
 
-fn forward_spec(dtype: DType, dim: usize, windowed: bool, sinks: bool) -> KernelSpec {
+/// Which keys a query sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mask {
+    /// All keys of its sequence.
+    Full,
+    /// The keys of its sequence up to its own position.
+    Causal,
+    /// As `Causal`, from the first key of its window on.
+    Windowed,
+}
+
+impl Mask {
+    const ALL: [Self; 3] = [Self::Causal, Self::Windowed, Self::Full];
+
+    /// The mask of checked arguments.
+    fn of(causal: bool, windowed: bool) -> Self {
+        match (causal, windowed) {
+            (true, true) => Self::Windowed,
+            (true, false) => Self::Causal,
+            (false, _) => Self::Full,
+        }
+    }
+
+    fn args(self) -> [(&'static str, TemplateArg); 2] {
+        let (causal, windowed) = (self != Self::Full, self == Self::Windowed);
+        [("kCausal", TemplateArg::Bool(causal)), ("kWindowed", TemplateArg::Bool(windowed))]
+    }
+}
+
+fn forward_spec(dtype: DType, dim: usize, mask: Mask, sinks: bool) -> KernelSpec {
+    let sized = [("T", TemplateArg::Type(type_name(dtype))), ("kDim", TemplateArg::Int(dim as i64))];
+    let sinks = ("kSinks", TemplateArg::Bool(sinks));
     KernelSpec {
         source: "kernels/attention/attention.cuh",
         name: "nib::attention",
-        args: vec![
-            ("T", TemplateArg::Type(type_name(dtype))),
-            ("kDim", TemplateArg::Int(dim as i64)),
-            ("kWindowed", TemplateArg::Bool(windowed)),
-            ("kSinks", TemplateArg::Bool(sinks)),
-        ],
+        args: sized.into_iter().chain(mask.args()).chain([sinks]).collect(),
     }
 }
 
@@ -235,7 +263,7 @@ pub(crate) fn attention_backward(
     let of_sinks = sinks.zip(grads.dsinks.as_ref());
     if let Some(sizes) = Sizes::new(BACKWARD, op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len)?
     {
-        match Wgmma::choose(&sizes, op.q.dtype(), device.info().num_sms) {
+        match Wgmma::choose(&sizes, op.q.dtype(), device.info().num_sms).filter(|_| op.causal) {
             Some(wgmma) => {
                 let rows = QueryRows::of(device, &op, (&sizes, Cores::Tensor), of_sinks)?;
                 wgmma.backward(device, &op, &rows, windows, &grads)?;
@@ -356,15 +384,15 @@ fn backward_on_ordinary_cores(
     let [q, k, v, dout] = [op.q, op.k, op.v, op.dout].map(|x| plain_arg(x).0);
     let [dq, dk, dv] = [&grads.dq, &grads.dk, &grads.dv].map(|x| plain_arg(x).0);
     let (lse, delta): (&dyn KernelArg, &dyn KernelArg) = (&rows.lse, &rows.delta);
-    let (dtype, windowed) = (op.q.dtype(), windows.is_some());
+    let (dtype, mask) = (op.q.dtype(), Mask::of(op.causal, windows.is_some()));
     let [first_key, end_query] = [windows.map(|lists| lists.first_key), windows.map(|lists| lists.end_query)];
     if sizes.heads > 0 {
-        let kernel = device.kernel(&backward_spec(BackwardPart::Q, dtype, dim, windowed))?;
+        let kernel = device.kernel(&backward_spec(BackwardPart::Q, dtype, dim, mask))?;
         // SAFETY: `check` and `BufferCheck` checked all operands against the sizes and the instance's type; dq is allocated like q and is
         // not shared yet.
         unsafe { kernel.launch(launch(sizes.heads()), &[q, k, v, dout, lse, delta, dq, sizes, &first_key]) }?;
     }
-    let kernel = device.kernel(&backward_spec(BackwardPart::Kv, dtype, dim, windowed))?;
+    let kernel = device.kernel(&backward_spec(BackwardPart::Kv, dtype, dim, mask))?;
     // SAFETY: `check` and `BufferCheck` checked all operands; dk and dv are allocated like k and v.
     unsafe {
         kernel.launch(launch(sizes.kv_heads()), &[q, k, v, dout, lse, delta, dk, dv, sizes, &end_query])
@@ -378,19 +406,19 @@ enum BackwardPart {
     Kv,
 }
 
-fn backward_spec(part: BackwardPart, dtype: DType, dim: usize, windowed: bool) -> KernelSpec {
+fn backward_spec(part: BackwardPart, dtype: DType, dim: usize, mask: Mask) -> KernelSpec {
+    let sized = [
+        ("T", TemplateArg::Type(type_name(dtype))),
+        ("kDim", TemplateArg::Int(dim as i64)),
+        ("kRows", TemplateArg::Int(tile_rows(dim) as i64)),
+    ];
     KernelSpec {
         source: "kernels/attention/attention_backward.cuh",
         name: match part {
             BackwardPart::Q => "nib::attention_backward_q",
             BackwardPart::Kv => "nib::attention_backward_kv",
         },
-        args: vec![
-            ("T", TemplateArg::Type(type_name(dtype))),
-            ("kDim", TemplateArg::Int(dim as i64)),
-            ("kRows", TemplateArg::Int(tile_rows(dim) as i64)),
-            ("kWindowed", TemplateArg::Bool(windowed)),
-        ],
+        args: sized.into_iter().chain(mask.args()).collect(),
     }
 }
 
@@ -401,18 +429,16 @@ fn backward_shared(dim: usize) -> usize {
 
 /// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
-    let of_dim = |dtype, dim, windowed| {
+    let of_dim = |dtype, dim, mask| {
         let backward = [BackwardPart::Q, BackwardPart::Kv]
-            .map(|part| (backward_spec(part, dtype, dim, windowed), backward_shared(dim)));
-        let forward =
-            [false, true].map(|sinks| (forward_spec(dtype, dim, windowed, sinks), forward_shared(dim)));
+            .map(|part| (backward_spec(part, dtype, dim, mask), backward_shared(dim)));
+        let forward = [false, true].map(|sinks| (forward_spec(dtype, dim, mask, sinks), forward_shared(dim)));
         forward.into_iter().chain(backward)
     };
-    let windowed =
-        |dtype, dim| [false, true].into_iter().flat_map(move |windowed| of_dim(dtype, dim, windowed));
+    let masked = |dtype, dim| Mask::ALL.into_iter().flat_map(move |mask| of_dim(dtype, dim, mask));
     let general = [DType::F32, DType::Bf16]
         .into_iter()
-        .flat_map(|dtype| DIMS.into_iter().flat_map(move |dim| windowed(dtype, dim)));
+        .flat_map(|dtype| DIMS.into_iter().flat_map(move |dim| masked(dtype, dim)));
     let rows = ROW_LANES.into_iter().flat_map(|(dtype, lanes, each)| {
         [false, true].map(|sinks| (rows_spec(dtype, (lanes, each), sinks), 0))
     });

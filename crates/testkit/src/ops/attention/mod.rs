@@ -33,6 +33,7 @@ struct Heads {
     head_dim: usize,
     value_dim: usize,
     scale: f32,
+    causal: bool,
     hiding: Option<Hiding>,
     sinks: Option<Sinks>,
     /// Whether keys and values of every other document are 1e4; the results of those documents are not compared. (With larger values, the
@@ -69,6 +70,7 @@ impl Heads {
             head_dim,
             value_dim,
             scale,
+            causal: true,
             hiding,
             sinks,
             poisoned,
@@ -157,8 +159,8 @@ impl Heads {
         [q, k, v]: &[Tensor<B>; 3],
         (windows, sinks): (Option<&Windows<B>>, Option<&Tensor<B>>),
     ) -> Result<AttentionOut<B>> {
-        let Self { scale, seq_len, .. } = *self;
-        Attention { scale, windows, sinks, ..Attention::new([q, k, v], self.dims(), seq_len) }.run(b)
+        let Self { scale, seq_len, causal, .. } = *self;
+        Attention { scale, causal, windows, sinks, ..Attention::new([q, k, v], self.dims(), seq_len) }.run(b)
     }
 }
 
@@ -200,7 +202,7 @@ impl<B: Kernels> Case<B> for Backward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let Heads { value_dim, scale, seq_len, heads, .. } = self.0;
+        let Heads { value_dim, scale, seq_len, heads, causal, .. } = self.0;
         let qkv = self.0.qkv(b)?;
         let (windows, sinks) = (self.0.windows(b)?, self.0.sinks(b)?);
         let (windows, sinks) = (windows.as_ref(), sinks.as_ref());
@@ -209,7 +211,7 @@ impl<B: Kernels> Case<B> for Backward {
         let [q, k, v] = &qkv;
         let of = (&made.out, &made.lse);
         let op = AttentionBackward::new([q, k, v], of, &dout, self.0.dims(), seq_len);
-        let grads = AttentionBackward { scale, windows, sinks, ..op }.run(b)?;
+        let grads = AttentionBackward { scale, causal, windows, sinks, ..op }.run(b)?;
         let mut out = Outputs::default();
         self.0.note(&mut out, b, "dv", &grads.dv)?;
         if let Some(dsinks) = &grads.dsinks {
@@ -357,9 +359,37 @@ fn sink_cases(strict: bool) -> Vec<Heads> {
     cases
 }
 
+/// Cases without the causal mask: whole-tile and other lengths, each kind of head for which a GPU has kernels, and sinks.
+fn full_cases(strict: bool) -> Vec<Heads> {
+    let shapes = [
+        (1, 1, 1, 1, 8, 8, None),
+        (5, 17, 4, 4, 16, 16, None),
+        (2, 16, 4, 2, 16, 16, Some(Sinks::Usual)),
+        (2, 65, 6, 1, 32, 32, None),
+        (3, 200, 3, 3, 64, 64, Some(Sinks::Extreme)),
+        (2, 128, 8, 2, 64, 64, None),
+        (2, 45, 2, 1, 24, 40, None),
+        (2, 200, 4, 1, 128, 128, None),
+        (1, 70, 2, 2, 192, 128, None),
+        (2, 40, 2, 1, 200, 200, Some(Sinks::Usual)),
+    ];
+    let mut cases = Vec::new();
+    for (sequences, seq_len, heads, kv_heads, head_dim, value_dim, sinks) in shapes {
+        for dtype in PLAIN {
+            let dims = (sequences, seq_len, heads, kv_heads, head_dim, value_dim);
+            let heads = Heads { causal: false, sinks, ..Heads::of(dims, dtype, strict) };
+            cases.push(heads);
+            let hard = [Input::Zeros, Input::HeavyTailed, Input::NonFinite];
+            let hard = hard.into_iter().filter(|_| strict && seq_len < 200);
+            cases.extend(hard.map(|input| Heads { input, ..heads }));
+        }
+    }
+    cases
+}
+
 /// All cases of attention.
 fn every_case(strict: bool) -> impl Iterator<Item = Heads> {
-    [cases(strict), windowed_cases(strict), sink_cases(strict)].into_iter().flatten()
+    [cases(strict), windowed_cases(strict), sink_cases(strict), full_cases(strict)].into_iter().flatten()
 }
 
 /// The conformance test of [`Attention`].

@@ -29,6 +29,9 @@ impl Rope {
     /// Frequency of each pair in radians per position: θ^(−2i/dim), changed by the model's scaling.
     #[must_use]
     pub fn frequencies(&self) -> Vec<f64> {
+        if self.theta == 0.0 {
+            return vec![0.0; self.dim / 2];
+        }
         let log_step = double::ln(self.theta) * -2.0 / self.dim as f64;
         let frequencies = (0..self.dim / 2).map(|i| double::exp(i as f64 * log_step));
         match self.scaling.kind {

@@ -105,7 +105,8 @@ fn every_family_goes_to_a_folder_and_comes_back_on_any_mesh() {
         let config = small("bf16", &changes);
         (family::of(&config.model).name(), config)
     });
-    for (name, config) in models().into_iter().chain(choices) {
+    let dense_choices = rig::dense_choices().into_iter().map(|changes| ("nibble", dense("bf16", &changes)));
+    for (name, config) in models().into_iter().chain(choices).chain(dense_choices) {
         assert_eq!(family::of(&config.model).name(), name);
         let (digest, checkpoint, dir) = trained(&config);
         let folder = dir.path().join("model");

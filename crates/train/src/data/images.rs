@@ -1,0 +1,221 @@
+//! Images with labels from IDX files, the format of MNIST: a big-endian header (two zero bytes, the type 8 for bytes, the number of
+//! dimensions, and each dimension as 32 bits), then the values. Files may be compressed with gzip or zstd.
+//!
+//! An image is a sequence of a class token and the image's patches, row by row. The tokens' ids are rows of a table of pixels
+//! ([`Images::pixels`]): row 0 is the class token's and has zeros, and each image has the rows of its patches. Only the class token has a
+//! target, the image's label.
+
+use super::cursor::Permutation;
+use super::source::{Asked, DataFile};
+use super::{Batch, NO_TARGET};
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::files::sha256_hex;
+use nibble_formats::philox::{Purpose, Stream, fnv1a32};
+use std::io::Read;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+/// Third and fourth byte of an IDX file of images, and of a file of labels: bytes in three dimensions, and in one.
+const IMAGES: [u8; 2] = [8, 3];
+const LABELS: [u8; 2] = [8, 1];
+
+/// Largest number of images, so that all ids are 32-bit.
+const MOST_IMAGES: usize = 1 << 20;
+
+/// Training images and held-out images, with their labels.
+#[derive(Debug, Clone)]
+pub(crate) struct Images {
+    /// Pixels of the training images, followed by those of the held-out images.
+    pixels: Arc<Vec<u8>>,
+    /// Labels in the same order.
+    labels: Arc<Vec<u8>>,
+    /// Number of training images.
+    train: usize,
+    /// Side of an image, and of a patch, in pixels.
+    sides: (usize, usize),
+    classes: usize,
+    sha256: String,
+}
+
+/// Numbers of training images and of held-out images.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ImageCounts {
+    train: usize,
+    held_out: usize,
+}
+
+impl ImageCounts {
+    /// Reads the numbers from the headers of the configuration's files.
+    ///
+    /// # Errors
+    /// [`Error::Data`] if a file of images cannot be read, or has another size of images than the configuration.
+    pub fn of(config: &Config) -> Result<Self> {
+        let count =
+            |path: &str| -> Result<usize> { Ok(opened(Path::new(path), IMAGES, config.model.image_size)?.1) };
+        Ok(Self { train: count(&config.data.source)?, held_out: count(&config.data.valid_source)? })
+    }
+
+    /// Number of rows of the table of pixels.
+    pub fn rows(self, config: &Config) -> usize {
+        1 + (self.train + self.held_out) * config.model.num_patches()
+    }
+}
+
+impl Images {
+    /// Reads the images and labels of the configuration.
+    ///
+    /// # Errors
+    /// [`Error::Data`] that names the file, if a file cannot be read, is no IDX file of the expected kind, ends too early or too late, or if
+    /// images and labels differ in number or a label is no class.
+    pub fn open(config: &Config) -> Result<Self> {
+        let (d, m) = (&config.data, &config.model);
+        let (mut pixels, mut labels, mut counts) = (Vec::new(), Vec::new(), Vec::new());
+        for (images, of_images) in [(&d.source, &d.labels), (&d.valid_source, &d.valid_labels)] {
+            let count = read(Path::new(images), IMAGES, m.image_size, &mut pixels)?;
+            let (path, first) = (Path::new(of_images), labels.len());
+            let given = read(path, LABELS, m.image_size, &mut labels)?;
+            if given != count {
+                return Err(Error::data(
+                    path,
+                    format!("has {given} labels, but {images} has {count} images"),
+                ));
+            }
+            if let Some(at) = labels[first..].iter().position(|label| usize::from(*label) >= m.vocab_size) {
+                let (label, classes) = (labels[first + at], m.vocab_size);
+                let why = format!(
+                    "gives image {at} the label {label}, expected one below model.vocab_size = {classes}"
+                );
+                return Err(Error::data(path, why));
+            }
+            counts.push(count);
+        }
+        let sha256 = sha256_hex(&[pixels.as_slice(), &labels].concat());
+        let (pixels, labels) = (Arc::new(pixels), Arc::new(labels));
+        Ok(Self {
+            pixels,
+            labels,
+            train: counts[0],
+            sides: (m.image_size, m.patch_size),
+            classes: m.vocab_size,
+            sha256,
+        })
+    }
+
+    /// SHA-256 of pixels and labels.
+    pub fn sha256(&self) -> &str {
+        &self.sha256
+    }
+
+    /// Number of classes.
+    pub fn classes(&self) -> usize {
+        self.classes
+    }
+
+    /// Number of patches of an image.
+    fn patches(&self) -> usize {
+        (self.sides.0 / self.sides.1).pow(2)
+    }
+
+    /// Number of held-out images.
+    pub fn held_out(&self) -> usize {
+        self.labels.len() - self.train
+    }
+
+    /// Writes the training image at position `cursor` into sequence `index` of a batch. Each pass over the images has its own order, and
+    /// takes every image once. A batch may contain the end of a pass and the beginning of the next.
+    pub fn train(&self, seed: u64, cursor: u64, batch: &mut Batch, index: usize) {
+        let (pass, at) = (cursor / self.train as u64, cursor % self.train as u64);
+        let draw = Stream::new(seed, Purpose::Data, fnv1a32("data.images"), pass as u32);
+        let image = Permutation::of(self.train as u64).at(&draw, at);
+        self.fill(image as usize, batch, index);
+    }
+
+    /// Writes this held-out image into sequence `index` of a batch.
+    pub fn valid(&self, image: usize, batch: &mut Batch, index: usize) {
+        self.fill(self.train + image, batch, index);
+    }
+
+    fn fill(&self, image: usize, batch: &mut Batch, index: usize) {
+        let of_sequence = index * batch.seq_len..(index + 1) * batch.seq_len;
+        let first = 1 + image * self.patches();
+        let ids = std::iter::once(0).chain(first..first + self.patches());
+        batch.inputs[of_sequence.clone()].iter_mut().zip(ids).for_each(|(id, row)| *id = row as i32);
+        let targets = &mut batch.targets[of_sequence];
+        targets.fill(NO_TARGET);
+        targets[0] = i32::from(self.labels[image]);
+    }
+
+    /// The table of pixels `[rows, patch²]`: a row of zeros, then the patches of every image, row by row, less the mean of all training
+    /// pixels and divided by their standard deviation.
+    pub fn pixels(&self) -> (Vec<f32>, usize) {
+        let (side, patch) = self.sides;
+        let (mut count, mut sum, mut squares) = (0u64, 0u64, 0u64);
+        for &pixel in &self.pixels[..self.train * side * side] {
+            let pixel = u64::from(pixel);
+            (count, sum, squares) = (count + 1, sum + pixel, squares + pixel * pixel);
+        }
+        let mean = sum as f64 / count.max(1) as f64;
+        let variance = squares as f64 / count.max(1) as f64 - mean * mean;
+        let scale = if variance > 0.0 { 1.0 / variance.sqrt() } else { 1.0 };
+        let values: Vec<f32> = (0..256).map(|pixel| ((f64::from(pixel) - mean) * scale) as f32).collect();
+        let mut table = vec![0.0; patch * patch];
+        table.reserve(self.pixels.len());
+        for image in self.pixels.chunks_exact(side * side) {
+            for (top, left) in
+                (0..side / patch).flat_map(|y| (0..side / patch).map(move |x| (y * patch, x * patch)))
+            {
+                let rows = (top..top + patch).map(|y| &image[y * side + left..][..patch]);
+                table.extend(rows.flatten().map(|pixel| values[usize::from(*pixel)]));
+            }
+        }
+        (table, patch * patch)
+    }
+}
+
+/// Opens an IDX file. Returns a reader of its values, and the number of images or labels.
+fn opened(path: &Path, kind: [u8; 2], side: usize) -> Result<(impl Read, usize)> {
+    let file = DataFile::open(path, &Asked::default(), &Arc::new(AtomicU64::new(0)))?;
+    let mut reader = file.reader()?;
+    let what = if kind == IMAGES { "images" } else { "labels" };
+    let mut header = [0; 16];
+    let header = &mut header[..if kind == IMAGES { 16 } else { 8 }];
+    reader.read_exact(header).map_err(|e| file.broken(&e))?;
+    if header[..2] != [0, 0] || header[2..4] != kind {
+        let magic = u32::from_be_bytes([header[0], header[1], header[2], header[3]]);
+        let expected = u32::from_be_bytes([0, 0, kind[0], kind[1]]);
+        let why =
+            format!("is no IDX file of {what}: it begins with {magic:#010x}, expected {expected:#010x}");
+        return Err(Error::data(path, why));
+    }
+    let mut sizes = header[4..].as_chunks::<4>().0.iter().map(|bytes| u32::from_be_bytes(*bytes) as usize);
+    let count = sizes.next().unwrap_or(0);
+    if count == 0 || count > MOST_IMAGES {
+        return Err(Error::data(
+            path,
+            format!("says that it has {count} {what}, expected 1 to {MOST_IMAGES}"),
+        ));
+    }
+    if let Some(other) = sizes.find(|size| *size != side) {
+        let why = format!("has images with a side of {other} pixels, expected model.image_size = {side}");
+        return Err(Error::data(path, why));
+    }
+    Ok((reader, count))
+}
+
+/// Appends the values of an IDX file. Returns the number of images or labels.
+fn read(path: &Path, kind: [u8; 2], side: usize, into: &mut Vec<u8>) -> Result<usize> {
+    let (reader, count) = opened(path, kind, side)?;
+    let (first, expected) = (into.len(), if kind == IMAGES { count * side * side } else { count });
+    // One more byte would be found.
+    let most = expected as u64 + 1;
+    reader.take(most).read_to_end(into).map_err(|e| Error::data(path, format!("cannot be read: {e}")))?;
+    let got = into.len() - first;
+    if got != expected {
+        let than = if got < expected { format!("only {got}") } else { "more".into() };
+        let why = format!("has {than} bytes after its header, which says {expected}");
+        return Err(Error::data(path, why));
+    }
+    Ok(count)
+}
