@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::path::Path;
 
 /// Name and text of every built-in configuration that consists of one file. The default run is first.
-const PRESETS: [(&str, &str); 10] = [
+const PRESETS: [(&str, &str); 11] = [
     ("tiny", include_str!("../../configs/tiny.toml")),
     ("tiny-dense", include_str!("../../configs/tiny-dense.toml")),
     ("shakespeare", include_str!("../../configs/shakespeare.toml")),

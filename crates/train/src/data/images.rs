@@ -126,10 +126,14 @@ impl Images {
     /// Writes the training image at position `cursor` into sequence `index` of a batch. Each pass over the images has its own order, and
     /// takes every image once. A batch may contain the end of a pass and the beginning of the next.
     pub fn train(&self, seed: u64, cursor: u64, batch: &mut Batch, index: usize) {
+        self.fill(self.image(seed, cursor), batch, index);
+    }
+
+    /// The number of the training image at position `cursor`.
+    pub fn image(&self, seed: u64, cursor: u64) -> usize {
         let (pass, at) = (cursor / self.train as u64, cursor % self.train as u64);
         let draw = Stream::new(seed, Purpose::Data, fnv1a32("data.images"), pass as u32);
-        let image = Permutation::of(self.train as u64).at(&draw, at);
-        self.fill(image as usize, batch, index);
+        Permutation::of(self.train as u64).at(&draw, at) as usize
     }
 
     /// Writes this held-out image into sequence `index` of a batch.

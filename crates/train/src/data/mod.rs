@@ -329,13 +329,17 @@ impl Dataset {
     }
 
     /// Where a training sequence lies: its source, if it comes from files, and the number of its first token there. The tokens of a text
-    /// without a tokenizer are its bytes. Sequences that come from no file are numbered one after the other.
+    /// without a tokenizer are its bytes. Sequences that come from no text are numbered one after the other, and images in the order of
+    /// their file.
     #[must_use]
     pub fn place(&self, cursor: u64) -> (Option<&str>, u64) {
         match &self.source {
             TokenSource::Files(corpus) => {
                 let (source, token) = corpus.place(cursor);
                 (Some(source), token as u64)
+            }
+            TokenSource::Images(images) => {
+                (None, images.image(self.seed, cursor) as u64 * self.seq_len as u64)
             }
             TokenSource::Synthetic(_) | TokenSource::Random { .. } => (None, cursor * self.seq_len as u64),
         }
