@@ -59,7 +59,9 @@ fn errors_of_gradients_are_those_of_the_recipe() {
         transformed += 1;
         // A Hadamard transform keeps the sum of squares.
         let is_same = |other: &&Value| {
-            other["layer"] == site["layer"] && other["tensor"] == site["tensor"] && of(other, "transform") == 0.0
+            other["layer"] == site["layer"]
+                && other["tensor"] == site["tensor"]
+                && of(other, "transform") == 0.0
         };
         if let Some(plain) = sites(0).iter().find(is_same) {
             let ratio = of(site, "signal") / of(plain, "signal");
@@ -68,7 +70,8 @@ fn errors_of_gradients_are_those_of_the_recipe() {
     }
     assert!(transformed > 0);
     // An input is multiplied in one format and saved in another.
-    let formats = |format: &str| sites(1).iter().any(|site| site["tensor"] == "x" && site["format"] == format);
+    let formats =
+        |format: &str| sites(1).iter().any(|site| site["tensor"] == "x" && site["format"] == format);
     assert!(formats("e4m3") && formats("mxfp4"));
     let wrong = place.nibble(&["fidelity", "run", "--device", "cpu", "--recipe", "fp8-delayed"]).failed(2);
     assert!(wrong.contains("recipe fp8-delayed: has delayed scales"), "{wrong}");

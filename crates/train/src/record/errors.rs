@@ -90,7 +90,8 @@ impl<B: Kernels> Cx<'_, B> {
         let Some(site) = self.counted.borrow().last_site() else { return Ok(()) };
         let (blocks, format) = (planes_of(quantized.axis), quantized.format.to_string());
         let is_it = |one: &SiteError| {
-            (&*one.layer, &*one.tensor, one.blocks, &one.format) == (&*site.layer, site.tensor, blocks, &format)
+            (&*one.layer, &*one.tensor, one.blocks, &one.format)
+                == (&*site.layer, site.tensor, blocks, &format)
         };
         if errors.borrow().iter().any(is_it) {
             return Ok(());
