@@ -58,15 +58,6 @@ pub struct EarlierScales<'a, B: Kernels> {
     pub cells: FoundCells,
 }
 
-/// What blocks along this axis are called.
-pub(crate) const fn planes_of(axis: BlockAxis) -> &'static str {
-    match axis {
-        BlockAxis::Row => "rows",
-        BlockAxis::Col => "columns",
-        BlockAxis::Tile => "tiles",
-    }
-}
-
 impl<B: Kernels> Cx<'_, B> {
     /// For each representation that only GEMMs read: the numbers ([`Numbers`]) that these GEMMs multiply. The numbers are `None` in a step
     /// that measures quantization, because the measurement reads codes too.

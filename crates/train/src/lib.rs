@@ -19,6 +19,7 @@ pub mod export;
 pub mod family;
 pub mod fault;
 pub mod files;
+mod inspection;
 pub mod json_rows;
 pub mod layer_plans;
 pub mod layers;

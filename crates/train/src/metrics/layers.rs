@@ -1,7 +1,6 @@
 //! Layer metrics of a step. They are large for a large model, so about a hundred steps of a run have them.
 
-use crate::convert::planes_of;
-use crate::record::{ChangeKind, Measured, Report};
+use crate::record::{ChangeKind, Measured, Report, planes_of};
 use serde::{Deserialize, Serialize};
 
 /// Expert loads and quantization counts of one step, over all ranks.

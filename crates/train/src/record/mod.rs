@@ -8,6 +8,7 @@ mod measured;
 mod site;
 
 pub use errors::SiteError;
+pub(crate) use errors::planes_of;
 pub use measured::{LayerSample, Measured};
 pub use site::{ChangeKind, CountSite};
 pub(crate) use site::{OF_DGRAD, OF_FPROP};
