@@ -30,6 +30,7 @@ type Case = (&'static str, &'static [&'static str], &'static str, Shows);
 fn cases() -> Vec<Case> {
     use Shows::*;
     const DENSE: &[&str] = &["model.layers=2", "model.dense_layers=1", "model.ffn=32"];
+    const MLP: &[&str] = &["model.experts=0", "model.top_k=0", "model.expert_ffn=0", "model.ffn=32"];
     const YARN: [&str; 3] = [
         "model.rope_scaling.kind=yarn",
         "model.rope_scaling.factor=8.0",
@@ -70,8 +71,8 @@ fn cases() -> Vec<Case> {
         ("model.qkv_bias", &[], "true", Weights),
         ("model.o_bias", &[], "true", Weights),
         ("model.norm", &[], "layer", Weights),
-        ("model.activation", DENSE, "gelu", Weights),
-        ("model.mlp_bias", DENSE, "true", Weights),
+        ("model.activation", MLP, "gelu", Weights),
+        ("model.mlp_bias", MLP, "true", Weights),
         ("model.attention_sinks", &[], "true", Weights),
         ("model.sliding_window", &[], "9", Weights),
         ("model.sliding_window_layers", SLIDING, "[\"full\", \"sliding\"]", Weights),
