@@ -26,6 +26,7 @@ use serde_json::json;
 use std::path::PathBuf;
 
 /// Benchmarks training steps and single operations
+///
 /// Some benchmarks measure the CPU of this machine, others the GPU.
 #[derive(Debug, clap::Args)]
 #[command(

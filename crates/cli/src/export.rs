@@ -37,7 +37,7 @@ pub struct Args {
     file_mib: usize,
 }
 
-/// Type of the weights on the command line.
+/// The values of the option `--dtype`.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 enum Type {
     /// F32; the weights are not rounded.

@@ -42,7 +42,7 @@ pub struct Args {
     #[arg(long, value_name = "OP")]
     only: Vec<String>,
     /// Number of test cases that run concurrently, each on its own CPU threads and GPU stream. With N = 0, one case runs per two CPU
-    /// threads, at most 16 cases; with --cpu, one case runs at a time.
+    /// threads, at most 16 cases; with N = 0 and --cpu, one case runs at a time.
     #[arg(long, value_name = "N", default_value_t = 0)]
     jobs: usize,
     /// Also quantizes and dequantizes at least N random elements in every block format, and compares the results with those of the

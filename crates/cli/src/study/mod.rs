@@ -50,8 +50,8 @@ pub struct Args {
     /// Git commit of this program, which the study records in each row.
     #[arg(long, value_name = "COMMIT", default_value = "")]
     commit: String,
-    /// Standard deviation, over the seeds of a pilot study, of the loss difference 100 · (recipe / baseline − 1), in per cent. --plan uses
-    /// SD until the rows of the study itself give a standard deviation.
+    /// Standard deviation, over the seeds of a pilot study, of the loss difference 100 · (loss of the recipe / loss of the baseline − 1),
+    /// in per cent. --plan uses SD until the rows of the study itself give a standard deviation.
     #[arg(long, value_name = "SD")]
     pilot_sd: Option<f64>,
     #[command(flatten)]

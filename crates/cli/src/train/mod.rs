@@ -76,8 +76,8 @@ pub struct Args {
     /// set explicitly.
     #[arg(long)]
     resume: bool,
-    /// Stops after step STEP and writes a checkpoint. The learning-rate schedule remains the schedule of a run of train.steps steps.
-    /// --resume continues the run.
+    /// Stops after step STEP and writes a checkpoint. The early stop does not change the learning-rate schedule, which depends on
+    /// train.steps, not on STEP. --resume continues the run.
     #[arg(long, value_name = "STEP", conflicts_with = "dry_run", value_parser = clap::value_parser!(u64).range(1..))]
     until: Option<u64>,
     /// Prints the configuration, the parameter count and the predicted memory, and exits without allocating weights or writing files.
