@@ -25,13 +25,13 @@ pub struct MeasureQuantization<'a, B: Backend> {
 }
 
 impl<B: Backend> MeasureQuantization<'_, B> {
-    /// Index of the number of unchanged values.
+    /// Position, among the counts, of the number of unchanged values.
     pub const EXACT: usize = 0;
-    /// Index of the number of values that became zero.
+    /// Position, among the counts, of the number of values that became zero.
     pub const UNDERFLOWED: usize = 1;
-    /// Index of the number of values beyond the largest code.
+    /// Position, among the counts, of the number of values beyond the largest code.
     pub const SATURATED: usize = 2;
-    /// Index of the number of values other than zero.
+    /// Position, among the counts, of the number of values other than zero.
     pub const VALUES: usize = 3;
     /// Number of counts.
     pub const COUNTS: usize = 4;

@@ -23,11 +23,11 @@ pub enum Planes {
 pub struct Counts<B: Backend>(pub B::Buf<u64>);
 
 impl<B: Backend> Counts<B> {
-    /// Index of the number of blocks with a non-zero code.
+    /// Position, among the counts, of the number of blocks with a non-zero code.
     pub const NON_ZERO: usize = 0;
-    /// Index of the number of blocks in which the value of a non-zero code changed.
+    /// Position, among the counts, of the number of blocks in which the value of a non-zero code changed.
     pub const INEXACT: usize = 1;
-    /// Index of the number of blocks marked NaN.
+    /// Position, among the counts, of the number of blocks marked NaN.
     pub const NON_FINITE: usize = 2;
 
     /// Allocates zeroed counts.
@@ -253,9 +253,9 @@ pub struct Found<B: Backend> {
 }
 
 impl<B: Backend> Found<B> {
-    /// Index of the number of finite values above the expected magnitude, which saturate; 0 if no magnitude is expected.
+    /// Position, among the counts, of the number of finite values above the expected magnitude, which saturate; 0 if no magnitude is expected.
     pub const SATURATED: usize = 0;
-    /// Index of the number of all values.
+    /// Position, among the counts, of the number of all values.
     pub const VALUES: usize = 1;
 }
 

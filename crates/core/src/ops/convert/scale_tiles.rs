@@ -76,7 +76,7 @@ impl CutScales {
     }
 }
 
-/// Stores the scales of groups of different lengths in tiles, group by group: [`CutScales::tiled_len`] bytes.
+/// Copies scales into the tiled layout, group after group. Groups may have different lengths. The result has [`CutScales::tiled_len`] bytes.
 ///
 /// Starts are on the device. A backend that can read the starts on the host reports a start that is out of range or order; other backends
 /// clamp such a start to the nearest valid start.

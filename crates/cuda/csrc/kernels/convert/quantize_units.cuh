@@ -18,9 +18,9 @@
 //   With `transform` (In is F32, form kFormCols, one matrix): x [transform.rows][cols] is BF16 if of_bf16, else F32. Its Hadamard transform
 //   down the columns is encoded; it has `rows` rows, and id_mask maps a row to the first row of its transform block.
 //   Formats with one scale per row or column take `row_amax` and `col_amax`, bits of the largest magnitudes, and write to `row_any` and
-//   `col_any` whether there is a non-zero code. For columns, these exist per span of rows (`span_of_row`; null: one span), and one record
-//   per `column_record` rows: 128 (group starts are then multiples of 128) or all rows. Formats with one scale per tensor take `tensor`,
-//   indexed by a row's span (span_of_row null: by its matrix).
+//   `col_any` whether there is a non-zero code. `col_amax` and `col_any` have one entry per column and span of rows (`span_of_row`; null:
+//   one span). A column has one scale per `column_record` rows: 128 rows, if groups start at multiples of 128, or all rows. Formats with
+//   one scale per tensor take `tensor`, indexed by a row's span (span_of_row null: by its matrix).
 //   Squared<F>: kFormRows + kFormCols with the scales of 2-D blocks of kBlock x kBlock values. Squared<F> rounds by `policy`.
 //   Chosen<F> takes `scaling`. 2-D blocks sum the losses of both candidate scales in shared memory, in integers.
 //   With `found` (a tensor's delayed scale only), writes the bits of the largest magnitude of each of `found_spans` spans, initially zeros;
