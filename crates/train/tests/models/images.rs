@@ -57,9 +57,10 @@ fn overrides(dir: &Path, recipe: &str, changes: &[&str]) -> Vec<String> {
         format!("model.image_size={SIDE}"),
         format!("model.vocab_size={CLASSES}"),
     ];
-    let sizes =
-        ["model.patch_size=4", "data.seq_len=5", "train.batch_size=128", "train.steps=60", "train.lr=4e-3"];
-    let changes = sizes.iter().chain(changes).map(|change| (*change).to_owned());
+    let sizes = ["model.patch_size=4", "data.seq_len=5", "train.batch_size=128"];
+    let steps =
+        ["train.steps=60", "train.lr=4e-3", "train.min_lr=1e-3", "train.warmup_steps=0", "train.clip_norm=0"];
+    let changes = sizes.iter().chain(&steps).chain(changes).map(|change| (*change).to_owned());
     files.into_iter().chain(changes).collect()
 }
 
