@@ -1,17 +1,17 @@
-// Block-scaled codes -> BF16 or F32 [rows][cols], in blocks of kBlock values: f32(code · scale), then rounded for BF16. Four-bit codes are
-// E2M1. Eight-bit codes are E4M3 or, if `scales.is_e5m2`, E5M2, whose NaNs and infinities are preserved. A NaN scale makes all values of
-// its block NaN. kAligned: every row of codes and of out is 16-byte aligned (with four-bit codes, 8 and 16 bytes).
+// Decodes block-scaled codes to BF16 or F32 [rows][cols]; each block of kBlock values has one scale. A value is f32(code · scale), which is then
+// rounded for BF16. Four-bit codes are E2M1. Eight-bit codes are E4M3, or E5M2 (NaNs and infinities preserved) if `scales.is_e5m2`. A NaN scale makes
+// all values of its block NaN. kAligned: every row of `out` is 16-byte aligned, and every row of codes 16-byte (four-bit codes: 8-byte) aligned.
 //
-// dequantize_rows<kBits, kBlock, Out, kAligned>: codes [rows][cols], one scale per block of a row, or per 2-D block.
-//   256 threads; a warp takes a segment of 1024 columns at a time; segments = ceil(cols / 1024), and `by_segments` divides by it. Any grid
-//   works; best is ceil(rows · segments / 8), but at most 128 CTAs per SM. If cols is a multiple of the block, all rows may be passed as
-//   one row of less than 2^30 values.
-// dequantize_cols<kBits, kBlock, Out, kAligned>: codes [cols][rows], one scale per block of a column.
-//   256 threads; grid ceil(cols / 128) · ceil(rows / 128); `band` as in TilePlace.
+// dequantize_rows<kBits, kBlock, Out, kAligned>: decodes codes [rows][cols] that have one scale per block of a row, or one scale per 2-D block.
+//   256 threads per CTA. A warp decodes one segment of 1024 columns at a time. A row has `segments` = ceil(cols / 1024) segments;
+//   `by_segments` divides by `segments`. Any grid size gives correct results; the fastest grid has ceil(rows · segments / 8) CTAs, but
+//   at most 128 CTAs per SM. If cols is a multiple of the block size, the launch may pass all rows as one row of less than 2^30 values.
+// dequantize_cols<kBits, kBlock, Out, kAligned>: decodes codes [cols][rows] that have one scale per block of a column.
+//   256 threads per CTA; the grid has ceil(cols / 128) · ceil(rows / 128) CTAs. TilePlace orders the CTAs in bands that are `band` tiles high.
 //
-// Measured on an H200, in % of the bandwidth limit, max((read + written) / 4288 GB/s, written / fill rate); 32768 x 7168 (4096 x 7168):
-//   row blocks: MXFP4 to BF16 reaches 93 % (82 %), to F32 101 % (95 %); E4M3 to BF16 94 % (83 %), to F32 93 % (88 %); MXFP8 to BF16 95 %.
-//   column blocks: MXFP4 to BF16 reaches 85 % (75 %), to F32 96 % (89 %); E4M3 to BF16 90 % (84 %), to F32 92 % (88 %).
+// Speed on an H200 at 32768 x 7168 (4096 x 7168), in % of the bandwidth limit. The limit is max((read + written) / 4288 GB/s, written / fill rate).
+//   For row blocks, MXFP4 to BF16 reaches 93 % (82 %), MXFP4 to F32 101 % (95 %), E4M3 to BF16 94 % (83 %), E4M3 to F32 93 % (88 %), and MXFP8 to BF16 95 %.
+//   For column blocks, MXFP4 to BF16 reaches 85 % (75 %), MXFP4 to F32 96 % (89 %), E4M3 to BF16 90 % (84 %), and E4M3 to F32 92 % (88 %).
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -27,14 +27,14 @@ namespace nib {
 
 /// The scale buffer and the code format; the launch code builds it as `DecodeArg`.
 struct DecodeArg {
-    u32 is_f32;  // whether scales are F32; otherwise E8M0 bytes
+    u32 is_f32;  // true if the scales are F32, false if they are E8M0 bytes
     u32 is_e5m2;
-    // Blocks down the columns: line_stride is the distance of scales from one column to the next;
-    // block_stride is the distance from one block of a column to the next.
+    // For blocks down the columns, line_stride is the distance from the scales of one column to those of the next
+    // column. block_stride is the distance from the scale of one block to that of the next block in the column.
     u32 line_stride;
     u32 block_stride;
-    // 2-D blocks: the number of rows that share a scale (1 for row blocks), the number of rows of one matrix, and the number
-    // of scales down a matrix.
+    // Three numbers for 2-D blocks: how many rows share a scale (1 for row blocks), how
+    // many rows a matrix has, and how many scales lie below each other in a matrix.
     u32 tile_lines;
     u32 matrix_lines;
     u32 matrix_tiles;
@@ -43,7 +43,7 @@ struct DecodeArg {
         return is_f32 ? __ldg(static_cast<const float*>(scales) + i) : e8m0_decode(__ldg(static_cast<const u8*>(scales) + i));
     }
 
-    /// The row of scales that applies to this row of codes.
+    /// The index of the row of scales that applies to this row of codes.
     __device__ __forceinline__ u32 scale_line(u32 line) const {
         if (tile_lines == 1) return line;
         const u32 matrix = line / matrix_lines;
@@ -51,7 +51,7 @@ struct DecodeArg {
     }
 };
 
-/// Eight E2M1 codes as E5M2 codes of the same values, which are the upper bytes of F16.
+/// Converts eight E2M1 codes to E5M2 codes of the same values. An E5M2 code is the upper byte of the value's F16 encoding.
 __device__ __forceinline__ uint2 e5m2_from_e2m1(u32 eight) {
     // kSmall holds the codes of 0, 0.5, 1 and 1.5, and kLarge those of 2, 3, 4 and 6. A code
     // without its sign selects one byte of kSmall or kLarge.
@@ -61,7 +61,7 @@ __device__ __forceinline__ uint2 e5m2_from_e2m1(u32 eight) {
     return {low | (__byte_perm(even_signs, eight, 0x5140) & 0x80808080), high | (__byte_perm(even_signs, eight, 0x7362) & 0x80808080)};
 }
 
-/// The values of four FP8 codes. The conversion goes through F16, which contains both FP8 formats.
+/// Decodes four FP8 codes. The conversion goes through F16, which can represent every value of both FP8 formats.
 __device__ __forceinline__ void decode_four(u32 four, bool is_e5m2, float (&value)[4]) {
     const u32 low = is_e5m2 ? __byte_perm(four, 0, 0x1404) : ptx::f16x2_from_e4m3x2(ptx::low_u16(four));
     const u32 high = is_e5m2 ? __byte_perm(four, 0, 0x3424) : ptx::f16x2_from_e4m3x2(ptx::high_u16(four));
@@ -72,7 +72,7 @@ __device__ __forceinline__ void decode_four(u32 four, bool is_e5m2, float (&valu
     value[3] = b.y;
 }
 
-/// Stores sixteen bytes of values, of which the first `left` values exist.
+/// Stores sixteen bytes of values; only the first `left` values lie inside the row.
 template <class Out, bool kAligned>
 __device__ __forceinline__ void store_numbers(u8* to, int left, const float (&x)[16 / Out::kBytes]) {
     constexpr int kNumbers = 16 / Out::kBytes;
@@ -89,7 +89,7 @@ template <int kBits, int kBlock, class Out, bool kAligned>
 __global__ void __launch_bounds__(256)
     dequantize_rows(const u8* __restrict__ codes, const void* __restrict__ scales, u8* __restrict__ out, DecodeArg arg, int rows,
                     int cols, Divider by_segments, u32 segments) {
-    constexpr int kNumbers = 16 / Out::kBytes;  // values that a lane writes in one store
+    constexpr int kNumbers = 16 / Out::kBytes;  // number of values that a lane writes with one store
     constexpr int kChunkCols = kNumbers * 32, kChunks = 1024 / kChunkCols;
     constexpr int kCodeBytes = kNumbers * kBits / 8;
     const bool is_e5m2 = kBits == 4 || arg.is_e5m2;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(256)
         const int col = segment * 1024 + lane * kNumbers;
         const u8* from = codes + row * line_bytes + u64(col) * kBits / 8;
         const u64 first_scale = u64(arg.scale_line(row)) * blocks;
-        u32 four[kChunks][kNumbers / 4];  // codes; with four-bit codes, the first word holds eight codes
+        u32 four[kChunks][kNumbers / 4];  // codes; if codes have four bits, the first word holds eight codes
         float scale[kChunks];
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
@@ -148,11 +148,11 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// Loads sixteen codes, of which `left` exist, as one byte each; four-bit codes become E5M2.
+/// Loads sixteen codes, of which the first `left` lie inside the row, and returns one byte per code. Four-bit codes are converted to E5M2.
 template <int kBits, bool kAligned>
 __device__ __forceinline__ uint4 load_codes(const u8* from, int left) {
     if constexpr (kBits == 4) {
-        // With four-bit codes, row lengths are multiples of 32 values.
+        // If codes have four bits, row lengths are multiples of 32 values.
         const uint2 packed = left > 0 ? ptx::load_8(from) : uint2{0, 0};
         const uint2 low = e5m2_from_e2m1(packed.x), high = e5m2_from_e2m1(packed.y);
         return {low.x, low.y, high.x, high.y};
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(256, !kAligned ? 3 : kBits == 4 ? 5 : 4)
     const u64 line_bytes = u64(rows) * kBits / 8;
     const int blocks = ceil_div(rows, kBlock);
 
-    // All loads come before the first store. Each load takes sixteen codes of a column.
+    // All loads are issued before the first store. Each load reads sixteen codes of a column.
     constexpr int kScales = ceil_div(kTile * kBlocks, 256);
     float fetched[kScales];
 #pragma unroll

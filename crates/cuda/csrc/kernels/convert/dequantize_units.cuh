@@ -1,9 +1,9 @@
-// Codes of any block format with their scales -> BF16 or F32 [rows][cols]: f32(code · scales). If `tensor_scale` is given, the value is
-// multiplied by the tensor scale of its row and rounded again. BF16 values are then rounded once more.
+// Decodes codes of any block format, with their scales, to BF16 or F32 values [rows][cols]: f32(code · scales). If `tensor_scale` is given,
+// the kernel multiplies the value by the tensor scale of its row and rounds the product to F32. BF16 output is then rounded to BF16.
 //
-// dequantize_units<F, Out, kDown>: 256 threads; sizeof(DecodedShared<F, Out, kAcross>) dynamic shared memory, kAcross = kDown ? 2 : 16.
-//   Blocks along the rows, and 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
-//   kDown: codes [cols][rows]; grid ceil(rows / 128) * ceil(cols / 128).
+// dequantize_units<F, Out, kDown>: 256 threads and sizeof(DecodedShared<F, Out, kAcross>) bytes of dynamic shared memory per CTA; kAcross = kDown ? 2 : 16.
+//   Without kDown, blocks lie along the rows, or are 2-D blocks: codes are [rows][cols], and the grid has ceil(rows / 16) * ceil(cols / 1024) CTAs.
+//   With kDown, blocks lie down the columns: codes are [cols][rows], and the grid has ceil(rows / 128) * ceil(cols / 128) CTAs.
 #pragma once
 #include "pieces/convert/unit_decoder.cuh"
 
@@ -14,10 +14,10 @@ struct DecodedArg {
     const u8* codes;
     u8* out;
     RecordPlane records;
-    const float* tensor_scale;  // tensor scale of each row, or null
+    const float* tensor_scale;  // tensor scale of each row; null if there are no tensor scales
     int rows, cols;
-    // 2-D blocks: the number of rows that share a record (1 for row blocks), the number of rows of one matrix, and the number of
-    // records down a matrix.
+    // Three numbers for 2-D blocks: how many rows share a scale record (1 for row blocks), how
+    // many rows a matrix has, and how many scale records lie below each other in a matrix.
     int tile_lines, matrix_lines, matrix_tiles;
     u32 codes_aligned, out_aligned, pad;
 

@@ -1,12 +1,12 @@
 // The random Hadamard transform of a matrix, with F32 output, for quantization kernels that do not apply the
 // transform themselves.
 //
-// out[out_rows][cols] = the transform of x [rows][cols]. row_id as in quantize.cuh: padding rows read as zero.
+// Computes out[out_rows][cols], the transform of x [rows][cols]. row_id[rows] (null: all rows are valid): negative ids mark padding rows, which read as zero.
 //
-// hadamard_rows<In>: along the rows; cols is a multiple of hadamard.len, out_rows = rows.
-//   256 threads; grid ceil(rows * ceil(cols / 256) / 8), where `by_segments` divides by segments = ceil(cols / 256).
-// hadamard_cols<In>: down the columns of x [transform.rows][cols]; out_rows is a multiple of the length.
-//   256 threads; grid ceil(cols / 128) * ceil(out_rows / 128).
+// hadamard_rows<In>: transforms along the rows; cols is a multiple of hadamard.len, and out_rows = rows.
+//   256 threads per CTA; the grid has ceil(rows * segments / 8) CTAs, where segments = ceil(cols / 256); `by_segments` divides by `segments`.
+// hadamard_cols<In>: transforms down the columns of x [transform.rows][cols]; out_rows is a multiple of the transform's length.
+//   256 threads per CTA; the grid has ceil(cols / 128) * ceil(out_rows / 128) CTAs.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/transformed_columns.cuh"
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(256)
     const int col = segment * 256 + threadIdx.x % 32 * 8;
     const bool present = col < cols && (row_id == nullptr || __ldg(row_id + row) >= 0);
     const u64 first = u64(row) * cols + col;
-    // cols is a multiple of 16, so either all eight columns exist or none.
+    // cols is a multiple of 16, so either all eight columns lie inside the matrix or none does.
     auto plain = In::template load<true>(x + first * In::kBytes, present ? 8 : 0);
     if (present) flip(plain, hadamard.sign_bits_of_eight(col));
     F32::Eight wide = widen<In>(plain);

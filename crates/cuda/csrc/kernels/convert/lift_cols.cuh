@@ -1,17 +1,17 @@
-// Converts MXFP4 rows to E4M3 columns by operations on the codes alone; all scales are E8M0 bytes. The CPU twin is
-// crates/formats/src/lift.rs.
+// Converts MXFP4 codes with row blocks to E4M3 codes with column blocks, by operations on the
+// codes alone. All scales are E8M0 bytes. The CPU implementation is crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, whose output is zero. Three numbers are added to counts[3] (null: no
-// counts): source blocks with a non-zero code, source blocks with a code whose value changed, and blocks with a NaN.
+// row_id[rows] (null: all rows are valid): negative ids mark padding rows, whose output codes are zeros. If counts[3] is not null, the
+// kernel adds three numbers to it: source blocks with a non-zero code, source blocks in which a value changed, and source blocks with a NaN.
 //
-// lift_cols<kWhole, kPanels>: codes [rows][cols / 2], scales [rows][cols / 32] -> codes [cols][capacity], scales
-//   [capacity / 128][scale_stride]; capacity % 128 == 0, cols % 32 == 0; kWhole: cols % 128 == 0.
-//   128 · kPanels threads; one CTA per kPanels · 128 columns and `depth` strips of 128 rows; depth is at most kMostDepth.
-//   sizeof(TurnShared<64, 4, kPanels>) dynamic shared memory. Buffers are 16-byte aligned; scale_stride, at least cols, is a multiple of 2.
+// lift_cols<kWhole, kPanels>: reads codes [rows][cols / 2] and scales [rows][cols / 32], and writes codes [cols][capacity]
+//   and scales [capacity / 128][scale_stride]. capacity % 128 == 0 and cols % 32 == 0; kWhole: also cols % 128 == 0.
+//   128 · kPanels threads per CTA. A CTA converts kPanels · 128 columns of `depth` strips of 128 rows; depth is at most kMostDepth. Dynamic
+//   shared memory: sizeof(TurnShared<64, 4, kPanels>) bytes. Buffers are 16-byte aligned; scale_stride is at least cols, and a multiple of 2.
 //
-// Measured on an H200, in % of the bandwidth limit, (read + written) / 4249 GB/s: 32768 x 7168 85 %; 24576 x 5120 83 %; 32768 x 2048 79 %;
-//   24576 x 2048 75 %; 4096 x 7168 64 %. All shares are one to four points higher without an allocation in the timed window.
-//   A kernel that only copies the codes, from and to the addresses that this kernel uses, reaches 91, 90, 87, 84 and 70 %. ncu reports that the L2 is 88 % busy.
+// Speed on an H200, in % of the bandwidth limit (read + written) / 4249 GB/s: 85 % at 32768 x 7168; 83 % at 24576 x 5120; 79 % at 32768 x 2048;
+//   75 % at 24576 x 2048; 64 % at 4096 x 7168. Each of these figures is one to four points higher if no memory is allocated in the timed window.
+//   At these five shapes, a kernel that only copies codes, with the same access pattern, reaches 91, 90, 87, 84 and 70 %. ncu reports the L2 as 88 % busy.
 #pragma once
 #include "pieces/convert/rows_to_cols.cuh"
 
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kTile * kPanels, 8 / kPanels)
     fetcher.fetch();
 #pragma unroll
     for (int i = 0; i < kMostDepth; ++i) {
-        // Padding gets scale 0, so it does not raise the largest scale.
+        // A padding row gets scale 0, so padding cannot raise the largest scale.
         if (!fetcher.is_valid(i, scale_row)) four[i] = 0;
 #pragma unroll
         for (int b = 0; b < 4; ++b) shared.scale[i][scale_panel * 4 + b][scale_row] = u8(four[i] >> (8 * b));
@@ -105,12 +105,12 @@ __global__ void __launch_bounds__(kTile * kPanels, 8 / kPanels)
     u32 any = 0;  // one bit per row
 #pragma unroll
     for (int k = 0; k < 4; ++k) any |= (((seen[k] & 0x7F7F7F7F) + 0x7F7F7F7F) & 0x80808080) >> (7 - k);
-    // Each block is shared by two lanes.
+    // Two lanes share each block.
     any |= __shfl_xor_sync(kAllLanes, any, 1);
     if (!me.odd && present) tally.non_zero += __popc(any);
     if (__any_sync(kAllLanes, rare)) {
-        // Rows with a NaN, or with a scale far below the largest, are recomputed through the lookup table. Blocks of
-        // zeros are already correct.
+        // Rows with a NaN, or with a scale far below the largest scale, are
+        // recomputed through the lookup table. Blocks of zeros are already correct.
         u32 inexact = 0;
 #pragma unroll 1
         for (int j = 0; j < kGroupRows; ++j) {

@@ -1,14 +1,14 @@
-// Blocks with power-of-two scales -> E4M3 with one power-of-two scale per 128 values, or per 128 x 128 values. The source element must be
-// contained in E4M3; values that E4M3 cannot represent under the new scale are rounded to nearest even. The CPU twin is
-// crates/formats/src/lift.rs. GEMMs use this kernel for rows, and for column blocks, which are stored transposed. lift_rows.cuh also counts
-// blocks, and skips padding.
+// Converts blocks with power-of-two scales to E4M3 with one power-of-two scale per 128 values of a row, or per 128 x 128
+// values. E4M3 must contain every value of the source element. A value that E4M3 cannot represent under the new scale is
+// rounded to nearest even. The CPU implementation is crates/formats/src/lift.rs. GEMMs use this kernel for row blocks, and
+// for column blocks, which are stored transposed. The kernel in lift_rows.cuh also counts blocks and skips padding rows.
 //
-// lift_lines<F, kWhole, kSquares>: codes [matrices * n][code_bytes(len)] -> out [matrices * n][len]; from, to: the scale records,
-//   contiguous either along a row or across rows. kSquares: 128 rows of a matrix share a scale in `to`, which has ceil(n / 128) rows per
-//   matrix of ceil(len / 128) scales. kWhole: len % 16 == 0, and buffers are 16-byte aligned.
-//   256 threads; grid matrices * ceil(n / 32) * ceil(len / 512). A CTA takes 32 rows of 512 values, so that all scale bytes of a memory
-//   sector are read together in either layout. A thread takes 16 adjacent values of a row, then the 16 values that start 128 values
-//   further, and so on. With kSquares each CTA reads the scales of all 128 rows of a 2-D block; four CTAs read the same scales.
+// lift_lines<F, kWhole, kSquares>: reads codes [matrices * n][code_bytes(len)] and writes `out` [matrices * n][len]. `from` and `to` are the
+//   scale records of source and output; the records are contiguous along a row, or across rows. kSquares: 128 rows of a matrix share a scale
+//   in `to`, which has ceil(n / 128) rows of ceil(len / 128) scales per matrix. kWhole: len % 16 == 0, and buffers are 16-byte aligned.
+//   256 threads per CTA; the grid has matrices * ceil(n / 32) * ceil(len / 512) CTAs. A CTA converts 512 values of 32 rows, so that all scale
+//   bytes of a memory sector are read together in either layout. A thread converts 16 adjacent values of a row, then the 16 values that lie
+//   128 values further, and so on. With kSquares, each of the four CTAs of a 2-D block reads the scales of all 128 rows of the block.
 #pragma once
 #include "pieces/convert/lift.cuh"
 #include "pieces/convert/units.cuh"
@@ -19,8 +19,8 @@ namespace nib {
 
 constexpr int kLiftedLines = 32, kLiftedCols = 512, kLifted = 128, kLiftedTargets = kLiftedCols / kLifted;
 
-/// log2 of the ratio of the largest source scale to the lifted scale, under which the largest value
-/// still fits.
+/// log2 of the ratio between the largest source scale and the lifted scale.
+/// It is chosen so that the largest possible value still fits in E4M3.
 template <class E>
 __host__ __device__ constexpr int lift_headroom() {
     int octaves = 0;
@@ -28,20 +28,20 @@ __host__ __device__ constexpr int lift_headroom() {
     return octaves;
 }
 
-/// One plus the largest of four scales; 0 if all four are NaN. NaN scales are ignored.
+/// Returns one plus the largest of four scales, or 0 if all four are NaN. NaN scales are ignored.
 __device__ __forceinline__ u32 above_largest(u32 four) {
     const u32 two = ptx::max_u16x2(above_nan_x2(four), above_nan_x2(four >> 8));
     return max(two & 0xFFFF, two >> 16);
 }
 
-/// The scale to which values are lifted. `above_largest` is one plus the largest of the source
-/// scales.
+/// Returns the scale of the lifted values. The argument
+/// `above_largest` is one plus the largest of the source scales.
 template <class E>
 __device__ __forceinline__ int lifted_scale(u32 above_largest) {
     return max(int(above_largest) - 1 - lift_headroom<E>(), 0);
 }
 
-/// Four records of a row from `block` on; records past the row's end are NaN.
+/// Loads the scale records of four blocks of a row, starting at `block`. Records past the row's end are returned as NaN.
 __device__ __forceinline__ u32 four_records(const RecordPlane& from, int line, int block, int blocks) {
     u32 four = 0xFFFFFFFF;
 #pragma unroll
@@ -50,15 +50,15 @@ __device__ __forceinline__ u32 four_records(const RecordPlane& from, int line, i
     return four;
 }
 
-/// Converts sixteen codes under the scale `source` to E4M3 under the scale `target`.
+/// Converts sixteen codes with the scale `source` to E4M3 codes with the scale `target`.
 template <class E>
 __device__ __forceinline__ uint4 lift_sixteen(const u32 (&words)[E::kBits / 2], u32 source, int target) {
     if constexpr (E::kBits == 4) {
         return BlockLift(source, target).sixteen(words[0], words[1]);
     } else {
         if (source == kScaleNan) return {0x7F7F7F7F, 0x7F7F7F7F, 0x7F7F7F7F, 0x7F7F7F7F};
-        // At the distance kLiftFar every value has underflowed, so larger distances make no
-        // difference.
+        // If the scales differ by kLiftFar powers of two, every value has already
+        // underflowed to zero, so a larger difference gives the same result.
         const float factor = __uint_as_float(u32(127 + max(int(source) - target, -kLiftFar)) << 23);
         float value[16];
         E::decode(words, value);
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(256) lift_lines(const u8* __restrict__ codes, 
     __syncthreads();
 
     if constexpr (kSquares) {
-        // A thread has the records of half a row of the tile, which belong to two 2-D blocks.
+        // A thread has the scale records of half a row of the tile; these records belong to two 2-D blocks.
         const int l = matrix * n + in_matrix / kLifted * kLifted + int(threadIdx.x / 2), half = threadIdx.x % 2;
 #pragma unroll
         for (int t = 0; t < kLiftedTargets; ++t) {

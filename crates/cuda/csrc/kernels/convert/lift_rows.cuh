@@ -1,17 +1,17 @@
-// Converts MXFP4 rows to E4M3 rows by operations on the codes alone; all scales are E8M0 bytes. The CPU twin is crates/formats/src/lift.rs.
+// Converts MXFP4 rows to E4M3 rows by operations on the codes alone. All scales are E8M0 bytes. The CPU implementation is crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, which is neither read nor written. Three numbers are added to
-// counts[3] (null: no counts): source blocks with a non-zero code, source blocks with a code whose value changed, and blocks with a
-// NaN.
+// row_id[rows] (null: all rows are valid): negative ids mark padding rows, which the kernel neither
+// reads nor writes. If counts[3] is not null, the kernel adds three numbers to it: source blocks
+// with a non-zero code, source blocks in which a value changed, and source blocks with a NaN.
 //
-// lift_rows<kWhole, kChunks>: codes [rows][cols / 2] -> [rows][cols], scales [rows][cols / 32] -> [rows][ceil(cols / 128)]; cols % 32 == 0;
-//   kWhole: cols % 128 == 0. 128 threads; a warp takes a segment of kChunks · 512 columns at a time, and prefetches its next segment;
-//   row_tasks.cuh defines the grid. If all rows are valid and cols % 128 == 0, the launch may pass x as one row, provided that x has less
-//   than 2^30 values. Buffers are 16-byte aligned.
+// lift_rows<kWhole, kChunks>: reads codes [rows][cols / 2] and scales [rows][cols / 32], and writes codes [rows][cols] and
+//   scales [rows][ceil(cols / 128)]. cols % 32 == 0; kWhole: also cols % 128 == 0. 128 threads per CTA. A warp converts a
+//   segment of kChunks · 512 columns at a time, and prefetches its next segment. row_tasks.cuh defines the grid. If all rows
+//   are valid and cols % 128 == 0, the launch may pass x as one row of less than 2^30 values. Buffers are 16-byte aligned.
 //
-// Measured on an H200, in % of the bandwidth limit, max((read + written) / 4252 GB/s, written / fill rate): 32768 x 7168 92 %, 24576 x 2048
-// 80 %, 4096 x 7168 71 %. A kernel that only writes twice as many bytes as it reads reaches 94 % (first shape) and 80 % (last shape).
-// Prefetching the next segment is faster if there is padding; otherwise one segment per warp is fastest.
+// Speed on an H200, in % of the bandwidth limit max((read + written) / 4252 GB/s, written / fill rate): 92 % at 32768 x 7168, 80 %
+// at 24576 x 2048, 71 % at 4096 x 7168. A kernel that only writes twice as many bytes as it reads reaches 94 % at 32768 x 7168, and
+// 80 % at 4096 x 7168. If there are padding rows, prefetching the next segment is faster; otherwise one segment per warp is fastest.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/lift.cuh"
@@ -38,14 +38,14 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
 
     struct Segment {
         uint2 codes[kChunks];
-        u32 scales;  // in the first lanes: the four source scales of 128 columns
+        u32 scales;  // in the first lanes of the warp: the four source scales of 128 columns
     };
     struct Place {
-        u64 at;      // index of the element in the lane's first column
-        int left;    // columns from the lane's first column to the row's end
+        u64 at;      // index of the element in the first column of this lane
+        int left;    // number of columns from the first column of this lane to the row's end
         int block;   // index of the block of 128 columns
         u32 row;
-        bool mine;   // whether the block exists and this lane has the block's scales
+        bool mine;   // true if the block lies inside the row and this lane has the block's scales
     };
     const auto place = [&](u32 rounds_left) {
         const auto task = tasks.place(Tasks::next(rounds_left));
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
             ptx::store_16(out + to.at + chunk * kLiftChunkCols,
                           {lift_four<false>(in.x, magnitudes, signs), lift_four<true>(in.x, magnitudes, signs),
                            lift_four<false>(in.y, magnitudes, signs), lift_four<true>(in.y, magnitudes, signs)});
-        // Each block is shared by two lanes, so only the lower bit of each pair is counted.
+        // Two lanes share each block, so only the lower bit of each pair of bits is counted.
         const u32 non_zero = __ballot_sync(kAllLanes, ((in.x | in.y) & E2m1::kMagnitudes) != 0);
         tally.non_zero += __popc((non_zero | non_zero >> 1) & 0x55555555);
     };
@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
                 store(to, i, now.codes[i], {kLiftLow + (rise & 0xFFFFFF00), kLiftHigh + rise}, 0x80808080);
             }
         } else {
-            // The rare path uses the lookup table; it reads the codes again, which keeps the code
-            // short.
+            // Blocks with a NaN or a rare scale go through the lookup table. This
+            // path reads the codes again, because rereading needs less code.
 #pragma unroll 1
             for (int i = 0; i < kChunks; ++i) {
                 uint2 in = {0, 0};
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
         }
         now = next;
     }
-    // Because of the ballots, all 32 lanes have counted every block.
+    // Ballots have given all 32 lanes the same counts, which include every block of the warp.
     tally.flush(counts, total, 32);
 }
 

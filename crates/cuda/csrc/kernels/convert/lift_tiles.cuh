@@ -1,19 +1,19 @@
-// Converts MXFP4 rows to E4M3 in 2-D blocks of 128 x 128, both as they are and transposed, by operations on the codes alone. A weight
-// needs both forms. All scales are E8M0 bytes. The CPU twin is crates/formats/src/lift.rs.
+// Converts MXFP4 rows to E4M3 with one scale per 2-D block of 128 x 128, and writes both the matrix and its transpose. GEMMs need both forms
+// of a weight. The kernel operates on the codes alone. All scales are E8M0 bytes. The CPU implementation is crates/formats/src/lift.rs.
 //
-// Three numbers are added to counts[3] (null: no counts): source blocks with a non-zero code, source blocks with a code whose value
-// changed, and blocks with a NaN.
+// If counts[3] is not null, the kernel adds three numbers to it: source blocks with a
+// non-zero code, source blocks in which a value changed, and source blocks with a NaN.
 //
-// lift_tiles<kWhole>: codes [stack][rows][cols / 2], scales [stack][rows][cols / 32] -> out [stack][rows][cols], out_scales
-//   [stack][ceil(rows / 128)][ceil(cols / 128)], turned [stack][cols][rows], turned_scales [stack][ceil(cols / 128)][ceil(rows / 128)];
-//   cols % 32 == 0; kWhole: cols % 128 == 0, rows % 16 == 0.
-//   512 threads; a CTA takes 256 x 256 values: two adjacent 2-D blocks, then the two blocks below, which it prefetches. Grid stack *
-//   ceil(cols / 256) * ceil(rows / 256); sizeof(LiftTilesShared) dynamic shared memory. Buffers are 16-byte aligned.
+// lift_tiles<kWhole>: reads codes [stack][rows][cols / 2] and scales [stack][rows][cols / 32]. It writes `out` [stack][rows][cols]
+//   with out_scales [stack][ceil(rows / 128)][ceil(cols / 128)], and the transpose `turned` [stack][cols][rows] with turned_scales
+//   [stack][ceil(cols / 128)][ceil(rows / 128)]. cols % 32 == 0; kWhole: also cols % 128 == 0 and rows % 16 == 0.
+//   512 threads per CTA. A CTA converts 256 x 256 values: first two adjacent 2-D blocks, then the two 2-D blocks below, which it prefetches. The
+//   grid has stack * ceil(cols / 256) * ceil(rows / 256) CTAs. Dynamic shared memory: sizeof(LiftTilesShared) bytes. Buffers are 16-byte aligned.
 //
-// Measured as in lift_cols.cuh: 32768 x 7168 87 %, 16384 x 7168 84 %, 24576 x 2048 80 %, 4096 x 7168 73 %. Both outputs are written in
-// runs of 256 bytes. A CTA that takes one block across instead of two is 9 % slower, one block down instead of two is 4 % slower, and
-// sweeping whole panels instead of bands of four strips is 7 % slower. With three CTAs per SM, registers spill. ncu reports that the L2
-// is 81 % busy and memory 70 %.
+// Speed on an H200, in % of the bandwidth limit of lift_cols.cuh: 87 % at 32768 x 7168, 84 % at 16384 x 7168, 80 % at 24576 x 2048,
+// 73 % at 4096 x 7168. Both outputs are written in contiguous runs of 256 bytes. The kernel is 9 % slower if a CTA is one 2-D block
+// wide instead of two, and 4 % slower if a CTA is one block high. It is 7 % slower if CTAs are ordered by whole panels instead of
+// bands of four strips. With three CTAs per SM, registers spill. ncu reports the L2 as 81 % busy and memory as 70 % busy.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/column_tile.cuh"
@@ -26,7 +26,7 @@ namespace nib {
 constexpr int kLiftTilesThreads = 512;
 constexpr int kLiftTilesWarps = kLiftTilesThreads / 32;
 constexpr int kLiftTilesDepth = 2;  // strips of 128 rows per CTA
-constexpr int kLiftTilesBand = 4;   // strips of CTAs per band
+constexpr int kLiftTilesBand = 4;   // number of strips of CTAs per band
 
 struct alignas(16) LiftTilesShared {
     ColumnTile tile[kLiftTilesDepth][2];
@@ -37,8 +37,8 @@ struct alignas(16) LiftTilesShared {
 /// Adds the four bytes of two words, without carries between bytes.
 __device__ __forceinline__ u32 add_bytes(u32 a, u32 b) { return ((a & ~kEachSign) + (b & ~kEachSign)) ^ ((a ^ b) & kEachSign); }
 
-/// The largest word of each of two 2-D blocks, in all lanes. `square` is the index of the 2-D block
-/// to which this lane's `word` belongs.
+/// Returns, in all lanes, the largest word of each of two 2-D blocks. `square`
+/// is the index of the 2-D block to which this lane's `word` belongs.
 __device__ __forceinline__ uint2 largest_of_squares(u32 word, int square) {
     return {__reduce_max_sync(kAllLanes, square == 0 ? word : 0), __reduce_max_sync(kAllLanes, square == 1 ? word : 0)};
 }
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
     const TilePlace place(blockIdx.x - int(matrix) * (pairs * steps), pairs, steps, kLiftTilesBand / kDepth);
     const int first_strip = place.strip * kDepth, strips = min(kDepth, down - first_strip), first_panel = place.panel * 2;
     const int first_row = first_strip * kTile + warp * 8, my_col = (first_panel + square) * kTile + lane % 16 * 8;
-    const u64 first = (matrix * rows + first_row) * cols + my_col;  // index in the whole stack
+    const u64 first = (matrix * rows + first_row) * cols + my_col;  // index of the element within the whole stack of matrices
     int rows_left = my_col < cols ? rows - first_row : 0;
     // Lanes 0 to 15 load the scales: each loads the four scales of one row of one 2-D block.
     const int owned_square = lane / 8, owned_panel = first_panel + owned_square, owned_row = first_row + lane % 8;
@@ -128,14 +128,14 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
             ptx::store_8_if(rows_here > (kWhole ? 0 : j), to, {by_four[0][j], by_four[1][j]});
             to += cols;
         }
-        // Each block is shared by four lanes.
+        // Four lanes share each block.
         non_zero |= __shfl_xor_sync(kAllLanes, non_zero, 1);
         non_zero |= __shfl_xor_sync(kAllLanes, non_zero, 2);
         if (lane % 4 == 0) tally.non_zero += __popc(non_zero);
         turn_8x8(by_four, mine);
         if (__any_sync(kAllLanes, rare != 0)) {
-            // Rows with a NaN, or with a scale far below the largest, are recomputed through the lookup
-            // table.
+            // Rows with a NaN, or with a scale far below the largest
+            // scale, are recomputed through the lookup table.
             u64 at = first + u64(i) * kTile * cols;
 #pragma unroll 1
             for (int j = 0; j < 8; ++j, at += cols) {

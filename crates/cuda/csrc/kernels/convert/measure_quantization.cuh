@@ -1,10 +1,10 @@
-// Compares quantized values with the originals. Adds to `counts` how many non-zero values are exact, how many became zero, how many
-// exceed the largest code, and how many there are. Codes are decoded as by dequantize_units.
+// Compares quantized values with the originals. Adds four numbers to `counts`: how many non-zero values are exact, how many non-zero values
+// became zero, how many values exceed the largest code, and how many non-zero values there are. dequantize_units decodes in the same way.
 //
-// measure_quantization<F, X, kDown>: 256 threads; sizeof(UnitCodes<F>) dynamic shared memory, kAcross = kDown ? 2 : 16.
-//   Blocks along the rows, and 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
-//   kDown: codes [cols][rows]; grid ceil(rows / 128) * ceil(cols / 128).
-// Plain values are loaded one by one, because a run measures in only a few steps.
+// measure_quantization<F, X, kDown>: 256 threads and sizeof(UnitCodes<F>) bytes of dynamic shared memory per CTA; kAcross = kDown ? 2 : 16.
+//   Without kDown, blocks lie along the rows, or are 2-D blocks: codes are [rows][cols], and the grid has ceil(rows / 16) * ceil(cols / 1024) CTAs.
+//   With kDown, blocks lie down the columns: codes are [cols][rows], and the grid has ceil(rows / 128) * ceil(cols / 128) CTAs.
+// The kernel loads the original values one by one, because a training run calls it in only a few steps.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/convert/units.cuh"
@@ -16,13 +16,13 @@ struct MeasuredArg {
     const u8* codes;
     const u8* x;
     u64* counts;
-    const int* row_id;  // id of each row of x, negative for padding; or null
+    const int* row_id;  // id of each row of x, negative for padding rows; null: all rows are valid
     RecordPlane records;
-    const float* tensor_scale;  // tensor scale of each row, or null
+    const float* tensor_scale;  // tensor scale of each row; null if there are no tensor scales
     int rows, cols;
     int x_rows;  // rows of x, at most `rows`
-    // 2-D blocks: the number of rows that share a record (1 for row blocks), the number of rows of one matrix, and the number of
-    // records down a matrix.
+    // Three numbers for 2-D blocks: how many rows share a scale record (1 for row blocks), how
+    // many rows a matrix has, and how many scale records lie below each other in a matrix.
     int tile_lines, matrix_lines, matrix_tiles;
     u32 codes_aligned, pad;
 
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kUnitThreads, 2) measure_quantization(const Me
     const u32 line_bytes = code_bytes(kBits, len), first_byte = code_bytes(kBits, first_place);
     shared.template load<kAcross>(arg.codes + u64(first_line) * line_bytes + first_byte, line_bytes, lines - first_line,
                                   int(line_bytes - first_byte), arg.codes_aligned);
-    // Down the columns, a warp takes sixteen columns, and a lane the upper or the lower half of one column.
+    // If blocks lie down the columns, a warp has sixteen columns, and a lane has the upper or the lower half of one column.
     const int lane = threadIdx.x % 32, in_tile = threadIdx.x / 32 * 16 + lane % 16, half = lane / 16;
     const int u = kDown ? in_tile * 2 + half : threadIdx.x;
     const int line = first_line + u / kAcross, place = first_place + u % kAcross * kUnit;

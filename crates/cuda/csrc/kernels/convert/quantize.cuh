@@ -1,20 +1,20 @@
-// BF16 or F32 -> blocks along the rows, with one scale per block.
+// Quantizes BF16 or F32 values to blocks along the rows, with one scale per block.
 //
-// quantize_rows<In, E, kF32Scales, Round>: x, codes [rows][cols], scales [rows][ceil(cols / E::kBlock)]; cols is a multiple of 8.
-//   row_id[rows] (null: all rows are valid): negative ids mark padding, which reads as zero and is not counted; other ids number the row
-//   for random bits. Three numbers are added to counts[3] (null: no counts): blocks with a non-zero code, 0, and blocks with a NaN or
-//   infinity. 128 threads; a warp takes a segment of 256 · row_chunks columns at a time. row_tasks.cuh defines the grid; 16 chunks per warp
-//   are fastest. No dynamic shared memory. If cols is a multiple of the block, the launch may pass x as one row without a row_id, provided
-//   that x has less than 2^30 values; `folded` then holds the ids, unless all rows are valid. Passing x as one row is faster if a real row
-//   would fill its segments only partly.
+// quantize_rows<In, E, kF32Scales, Round>: x and codes are [rows][cols], scales are [rows][ceil(cols / E::kBlock)]; cols is a
+//   multiple of 8. row_id[rows] (null: all rows are valid): negative ids mark padding rows, which read as zero and are not
+//   counted; other ids number the rows for random bits. If counts[3] is not null, the kernel adds three numbers to it: blocks with
+//   a non-zero code, 0, and blocks with a NaN or infinity. 128 threads per CTA, without dynamic shared memory. A warp quantizes a
+//   segment of 256 · row_chunks columns at a time. row_tasks.cuh defines the grid; 16 chunks per warp are fastest. If cols is a
+//   multiple of the block size, the launch may pass x as one row of less than 2^30 values without a row_id; `folded` then holds
+//   the ids, unless all rows are valid. Passing x as one row is faster if the real rows would fill their segments only partly.
 //
-// quantize_rows_lifted<In, Round>: quantizes to MXFP4, but writes the codes and scales that lift_lines would compute from MXFP4: E4M3
-//   [rows][cols], scales [rows][ceil(cols / 128)]. If x is passed as one row, cols is a multiple of 128. counts are those of MXFP4.
+// quantize_rows_lifted<In, Round>: quantizes to MXFP4, but writes the E4M3 codes [rows][cols] and scales [rows][ceil(cols / 128)] that
+//   lift_lines would compute from the MXFP4 codes. If x is passed as one row, cols must be a multiple of 128. `counts` counts the MXFP4 blocks.
 //
-// Measured on an H200, in % of the bandwidth limit, max((read + written) / 4252 GB/s, written / fill rate), at 32768 x 7168, 24576 x 2048
-// and 4096 x 7168: BF16 -> MXFP4 101, 86 and 78 %, E4M3 102, 93 and 84 %; stochastically rounded MXFP4 78, 67 and 60 %. A kernel that only
-// reads and writes as many bytes as E4M3 at 4096 x 7168 reaches 92 %: launch, first loads and last stores take the rest. Without counts the
-// shares are one point higher. CTAs of 256 threads, 4 chunks per warp and prefetched segments are slower, by 20 points if there is padding.
+// Speed on an H200, in % of the bandwidth limit max((read + written) / 4252 GB/s, written / fill rate), at 32768 x 7168, 24576 x 2048 and 4096 x 7168:
+// BF16 -> MXFP4 reaches 101, 86 and 78 %; BF16 -> E4M3 102, 93 and 84 %; BF16 -> MXFP4 with stochastic rounding 78, 67 and 60 %. A kernel that only reads
+// and writes as many bytes as BF16 -> E4M3 at 4096 x 7168 reaches 92 %, because the launch, the first loads and the last stores take the rest. Without
+// counts, each figure is one point higher. CTAs of 256 threads, 4 chunks per warp, and prefetched segments are slower, by 20 points if there is padding.
 #pragma once
 #include "pieces/convert/lift.cuh"
 #include "pieces/convert/row_quantizer.cuh"
@@ -29,7 +29,7 @@ struct RowPlanes {
     u8* const codes;
     Stored* const scales;
     const int cols;
-    const int blocks;  // blocks per row
+    const int blocks;  // number of blocks per row
     const bool is_aligned;
     u8* to;
     Stored* scales_to;
@@ -52,7 +52,7 @@ struct RowPlanes {
     __device__ __forceinline__ void end(const Stored (&of)[Layout::kHeld]) { Layout::store_scales(scales_to, segment, blocks, of); }
 };
 
-/// The outputs of lifted MXFP4. Four adjacent lanes have the four MXFP4 blocks that share a lifted scale.
+/// The outputs of MXFP4 blocks that are lifted to E4M3. Four adjacent lanes have the four MXFP4 blocks that share a lifted scale.
 template <int kChunks>
 struct LiftedRowPlanes {
     using Layout = RowLayout<E2m1, kChunks>;
@@ -82,8 +82,8 @@ struct LiftedRowPlanes {
         largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
         largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 2));
         target[h] = lift_target(largest);
-        // Each pair of lanes stores first one lane's block, then the other's, so that each store writes whole
-        // sectors.
+        // Each pair of lanes stores the first lane's block, then the second
+        // lane's block, so that each store writes whole memory sectors.
         const bool second = threadIdx.x & 1;
         const u32 entry = lift_index(scale, target[h]), other = __shfl_xor_sync(kAllLanes, entry, 1);
         const u32 a = __shfl_xor_sync(kAllLanes, second ? of_block[0] : of_block[2], 1);

@@ -1,22 +1,22 @@
-// BF16 or F32 -> blocks down the columns, stored transposed; optionally also blocks along the rows, from the same read.
+// Quantizes BF16 or F32 values to blocks down the columns, stored transposed. Optionally also quantizes to blocks along the rows, from the same read.
 //
-// quantize_cols<In, E, kF32Scales, kRows, Round>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], zeros from `rows` to
-//   `capacity`, which is a multiple of the block. kRows: also writes row_codes in the layout of quantize_rows; otherwise row_codes and
-//   row_scales are null. row_id and counts are as in quantize_rows; counts are of the row blocks if these are written.
-//   256 threads; a CTA takes 128 x 128 values, or 256 x 128 values if two codes share a byte. Grid A * ceil(D / squares), with A =
-//   ceil(cols / 128), D = ceil(capacity / 128), squares = 2 if two codes share a byte, else 1. CTAs are ordered in bands of `band` CTAs'
-//   height, so that concurrent writes are adjacent (`TilePlace`): a single band if only columns are written, bands of 4 strips if both
-//   forms are written.
-//   sizeof(ColumnShared<In, E, kF32Scales>) dynamic shared memory. Scales of a 128 x 128 tile are stored together: col_scales
-//   [ceil(capacity / E::kBlock)][scale_stride], scale_stride at least cols, and row_scales initially as [A * 128 / E::kBlock][D * 128].
-//   Storing each row scale in its final place directly would take 11 % of the whole time.
+// quantize_cols<In, E, kF32Scales, kRows, Round>: x is [rows][cols], cols a multiple of 8. col_codes is [cols][capacity], with zeros from `rows` to
+//   `capacity`; capacity is a multiple of the block size. kRows: the kernel also writes row_codes in the layout of quantize_rows; otherwise row_codes
+//   and row_scales are null. row_id and counts have the meaning of quantize_rows. If the kernel writes row blocks, counts counts the row blocks.
+//   256 threads per CTA. A CTA quantizes 128 x 128 values, or 256 x 128 values if two codes share a byte. The grid has
+//   A * ceil(D / squares) CTAs: A = ceil(cols / 128), D = ceil(capacity / 128), squares = 2 if two codes share a byte,
+//   else 1. TilePlace orders the CTAs in bands that are `band` CTAs high, so that concurrent writes are adjacent. If
+//   only columns are written, there is a single band; if both forms are written, a band is 4 strips high.
+//   Dynamic shared memory: sizeof(ColumnShared<In, E, kF32Scales>) bytes. The scales of a 128 x 128 tile are stored together.
+//   col_scales is [ceil(capacity / E::kBlock)][scale_stride], with scale_stride at least cols. row_scales is initially [A *
+//   128 / E::kBlock][D * 128]. Storing each row scale directly in its final place would take 11 % of the whole time.
 //
-// transpose_scales<Stored>: transposes the row scales into their final order, [blocks][stride] -> [rows][blocks], stride a multiple of
-//   128. 256 threads; grid ceil(blocks / 32) * ceil(rows / 128). The kernel may be launched early (programmatic dependent launch). Words
-//   of four one-byte records are transposed like F32 scales.
+// transpose_scales<Stored>: transposes the row scales from [blocks][stride] to their final order [rows][blocks]; stride is a
+//   multiple of 128. 256 threads per CTA; the grid has ceil(blocks / 32) * ceil(rows / 128) CTAs. The launch may start the kernel
+//   early (programmatic dependent launch). Four one-byte scale records form a word, which is transposed like an F32 scale.
 //
-// Measured as in quantize.cuh: BF16 -> E4M3 columns 98, 93 and 84 %, rows and columns 90, 83 and 77 %. Of the time for rows and columns,
-// transpose_scales takes 2 us, or 4 us if it is not launched early.
+// Speed at the shapes of quantize.cuh, in % of its bandwidth limit: 98, 93 and 84 % for BF16 -> E4M3 columns; 90, 83 and 77
+// % for rows and columns. transpose_scales takes 2 us of the time for rows and columns, or 4 us if it is not launched early.
 #pragma once
 #include "pieces/convert/column_codes.cuh"
 
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
 #pragma unroll
         for (int i = 0; i < In::kWords; ++i)
             if (lane < 16) shared.maxima[warp][chunk * In::kWords + i] = largest.word[i];
-        // A thread reads only what it fetched itself, and has finished reading, so the next strip may
-        // overwrite the buffer.
+        // A thread reads only values that it fetched itself. It has finished
+        // reading them, so the next strip may overwrite the buffer.
         if (strip + 1 < end_strip) fetch(strip + 1);
         RowScales<In, E, kF32Scales> of_rows;
         if constexpr (kRows) of_rows = RowScales<In, E, kF32Scales>(in, lane, rule);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
             }
         }
         if constexpr (kRows) of_rows.template put<Round>(shared.row_scales, octet * 8, my_col < cols, lane, tally);
-        int id = 0;  // id of row lane % 16 of the warp, for random bits
+        int id = 0;  // row id of row lane % 16 of the warp, for random bits
         if constexpr (Round::kDraws) {
             id = strip * kTile + warp * 16 + lane % 16;
             if (row_id != nullptr && id < rows) id = max(__ldg(row_id + id), 0);
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
         __syncthreads();
 
         if (kRows && threadIdx.x < sizeof(shared.row_scales) / 4) {
-            constexpr int kWords = sizeof(shared.row_scales[0]) / 4;  // words of a block of scales of all rows
+            constexpr int kWords = sizeof(shared.row_scales[0]) / 4;  // number of words in a block of scales of all rows
             const int block = threadIdx.x / kWords, word = threadIdx.x % kWords;
             u32* const to = reinterpret_cast<u32*>(row_scales + (u64(at.panel * kBlocks + block) * down + strip) * kTile);
             to[word] = reinterpret_cast<const u32*>(shared.row_scales[block])[word];
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
             for (int i = 0; i < 8; ++i)
                 if (__float_as_uint(inverse[i]) == kNanBits) clear_column(codes, i);
         }
-        // If two codes share a byte, two strips fill the rows of a tile.
+        // If two codes share a byte, two strips of x fill the rows of a tile of codes.
         const bool second = strip != first_strip;
         turn_codes(codes, second ? shared.tile.place(chunk * 8, 8 + octet / 2) + octet % 2 * 4 : place);
     }
@@ -140,13 +140,13 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
 template <class Stored>
 __global__ void __launch_bounds__(256)
     transpose_scales(const Stored* __restrict__ in, Stored* __restrict__ out, int lines, int blocks, int stride) {
-    constexpr int kLines = 128, kEach = 16;                     // rows of a CTA, and blocks of a thread
-    constexpr int kBlocks = 256 / kLines * kEach;               // blocks of a CTA
-    constexpr int kInWord = 4 / sizeof(Stored), kWords = kBlocks / kInWord;  // words of a row
+    constexpr int kLines = 128, kEach = 16;                     // number of rows per CTA, and number of blocks per thread
+    constexpr int kBlocks = 256 / kLines * kEach;               // number of blocks per CTA
+    constexpr int kInWord = 4 / sizeof(Stored), kWords = kBlocks / kInWord;  // number of words per row
     __shared__ u32 words[kLines][kWords + 1];                   // one word of padding, so that rows lie in different banks
     const int across = ceil_div(blocks, kBlocks), down = blockIdx.x / across;
     const int first_block = (blockIdx.x - down * across) * kBlocks, first_line = down * kLines;
-    // Adjacent threads read adjacent rows, and each thread reads all its blocks at once.
+    // Adjacent threads read adjacent rows, and each thread loads all its blocks before it uses any.
     const int line = threadIdx.x % kLines, part = threadIdx.x / kLines, block = first_block + part * kEach;
     const Stored* from = in + u64(block) * stride + first_line + line;
     ptx::grid_wait();

@@ -1,20 +1,20 @@
-// BF16 -> random Hadamard transform down the columns -> blocks down the columns, stored transposed.
+// Applies a random Hadamard transform to BF16 values down the columns, then quantizes to blocks down the columns. The codes are stored transposed.
 //
-// quantize_hadamard_cols<E, kLen, Round>: x [rows][cols], cols a multiple of 8; col_codes, col_scales, capacity, row_id and counts as in
-//   quantize_cols.cuh, without row outputs; col_scales [capacity / E::kBlock][scale_stride], E8M0, scale_stride at least cols. The
-//   transform, of length kLen, restarts at the start of each of num_groups groups (start null: at row 0); groups start at multiples of
-//   kLen, and capacity is a multiple of kLen. Rows missing from a group's last transform block read as +0; after the transform they are
-//   ordinary values. A CTA takes tiles of 128 x 128 values (256 x 128 if two codes share a byte) in a loop; by_height divides by the number
-//   of tiles that are vertically adjacent.
-//   256 threads; any grid works, and two CTAs per SM are best; sizeof(QuantizeHadamardShared<E, Round>) dynamic shared memory.
+// quantize_hadamard_cols<E, kLen, Round>: x is [rows][cols], cols a multiple of 8. col_codes, capacity, row_id and counts have the
+//   meaning of quantize_cols.cuh; there are no row outputs. col_scales is [capacity / E::kBlock][scale_stride], E8M0, with
+//   scale_stride at least cols. The transform has length kLen. It restarts at the start of each of num_groups groups (start null:
+//   at row 0). Groups start at multiples of kLen, and capacity is a multiple of kLen. Rows missing from a group's last transform
+//   block read as +0; after the transform they are ordinary values. A CTA loops over tiles of 128 x 128 values (256 x 128 if two
+//   codes share a byte); by_height divides by the number of tiles that lie below each other. 256 threads per CTA. Any grid size
+//   gives correct results, and two CTAs per SM are fastest. Dynamic shared memory: sizeof(QuantizeHadamardShared<E, Round>) bytes.
 //
-// quantize_hadamard_cols_lifted<kLen, Round>: quantizes to MXFP4, but writes the codes and scales that lift_lines would compute from MXFP4:
-//   E4M3, col_scales [ceil(capacity / 128)][scale_stride]. counts are those of MXFP4. by_height counts tiles of 128 x 128.
+// quantize_hadamard_cols_lifted<kLen, Round>: quantizes to MXFP4, but writes the E4M3 codes and col_scales [ceil(capacity / 128)][scale_stride]
+//   that lift_lines would compute from it. counts counts MXFP4 blocks. by_height divides by the number of vertically adjacent 128 x 128 tiles.
 //
-// A thread has a unit, which is half a column of a 128 x 128 tile; `ldmatrix` loads the unit transposed. Random bits are generated for
-// eight adjacent values of a row, and `ldmatrix` distributes them to the threads, as it distributes the values.
+// Each thread has one unit, which is half a column of a 128 x 128 tile; `ldmatrix` loads the unit transposed. A thread generates
+// random bits for eight adjacent values of a row, and `ldmatrix` distributes both values and random bits to the threads.
 //
-// Measured as in quantize_hadamard_rows.cuh, for the same two shapes: MXFP4 65 % (52 %), E4M3 90 % (71 %).
+// Speed at the two shapes of quantize_hadamard_rows.cuh, in % of the bandwidth limit of quantize.cuh: MXFP4 65 % (52 %), E4M3 90 % (71 %).
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/column_codes.cuh"
@@ -24,15 +24,15 @@
 
 namespace nib {
 
-/// The tile has 128 rows of 256 bytes. The 16-byte chunks of a row are swizzled by the row's number, so that
-/// the eight rows that `ldmatrix` reads for a matrix are in different banks.
+/// A tile has 128 rows of 256 bytes. The 16-byte chunks of a row are swizzled by the row's
+/// index, so that the eight rows that `ldmatrix` reads for a matrix are in different banks.
 struct UnitsTile {
     uint4 chunks[kTile][kTile / 8];
 
     __device__ __forceinline__ uint4& at(int row, int chunk) { return chunks[row][chunk ^ (row % 2 * 2 + row / kUnit * 4)]; }
 
-    /// Loads this lane's unit, two rows per word: half lane % 2 of column lane % 4 / 2 * 8 + lane / 4 of the warp's
-    /// 16 columns.
+    /// Loads this lane's unit, with two rows per word. The unit is half lane
+    /// % 2 of column lane % 4 / 2 * 8 + lane / 4 of the warp's 16 columns.
     __device__ __forceinline__ void load(u32 (&pairs)[kUnit / 2]) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const u32 first = shared_address(&at(lane % 4 / 2 * kUnit + lane / 8 * 2 + lane % 2, warp * 2 + lane % 8 / 4));
@@ -46,8 +46,8 @@ struct UnitsTile {
     }
 };
 
-/// The tile has one row of 128 bytes of codes for each column of x. The 16-byte chunks of a row are swizzled by the
-/// column's number.
+/// A tile of codes has one row of 128 bytes for each column of x.
+/// The 16-byte chunks of a row are swizzled by the column's index.
 struct LineTile {
     u8 bytes[kTile * kTile];
 
@@ -61,13 +61,13 @@ template <class E, class Round>
 struct alignas(16) QuantizeHadamardShared {
     UnitsTile input;
     LineTile tile;
-    u32 signs[kTile / 2];  // signs of two rows each, at the positions of the values in a word
+    u32 signs[kTile / 2];  // each word has the signs of two rows, in the bit positions that the two values have
     u32 total[3];
     alignas(16) u8 random[Round::kDraws ? sizeof(UnitsTile) : 16];
 };
 
-/// Lifts the codes of a unit and returns the scale; the neighbouring lane has the other half of the 128 values that share
-/// this scale.
+/// Converts the MXFP4 codes of a unit to E4M3, and returns the new scale. The
+/// neighbouring lane has the other half of the 128 values that share this scale.
 template <class Round>
 __device__ __forceinline__ int lift_unit(const UnitCodes<E2m1, Round>& unit, u32 (&lifted)[kUnit / 4]) {
     constexpr int kBlocks = UnitCodes<E2m1, Round>::kBlocks;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void quantize_transformed(const u8* __restrict__ x, u
     UnitsTile& random = *reinterpret_cast<UnitsTile*>(shared.random);
     const Round round(rounding);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    // For loads and random bits, a thread has eight rows of eight columns.
+    // When values are loaded and random bits are generated, a thread has eight rows of eight columns.
     const int eight_rows = (warp * 2 + lane / 16) * 8, chunk = lane % 16;
     const int half = lane % 2, column = warp * 16 + lane % 4 / 2 * 8 + lane / 4;
     const int down = ceil_div(capacity, kTile), across = ceil_div(cols, kTile), height = ceil_div(down, kPerByte), tiles = height * across;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void quantize_transformed(const u8* __restrict__ x, u
     int panel = by_height.divide(blockIdx.x), first_strip = (blockIdx.x - panel * height) * kPerByte;
     fetch(first_strip, panel);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        // If two codes share a byte, two strips, one below the other, fill the rows of a tile.
+        // If two codes share a byte, two strips of x, one below the other, fill the rows of a tile of codes.
         const int end_strip = min(first_strip + kPerByte, down), first_col = panel * kTile;
         const int next = tile + gridDim.x, next_panel = by_height.divide(next), next_strip = (next - next_panel * height) * kPerByte;
         for (int strip = first_strip; strip < end_strip; ++strip) {
@@ -153,7 +153,7 @@ __device__ __forceinline__ void quantize_transformed(const u8* __restrict__ x, u
                 for (int j = 0; j < 8; ++j) v[i * 8 + j] = Bf16::value(plain, j);
             }
             __syncthreads();
-            // All threads have read the fetched tile, so the next tile may overwrite it.
+            // All threads have read the tile that was fetched, so the next tile may overwrite it.
             const bool more = strip + 1 < end_strip;
             if (more || next < tiles) fetch(more ? strip + 1 : next_strip, more ? panel : next_panel);
             u32 drawn[kUnit / 2];

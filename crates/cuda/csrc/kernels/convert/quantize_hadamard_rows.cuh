@@ -1,16 +1,16 @@
-// BF16 -> random Hadamard transform along the rows -> blocks along the rows.
+// Applies a random Hadamard transform to BF16 values along the rows, then quantizes to blocks along the rows.
 //
-// quantize_hadamard_rows<E, kLen, Round>: x, codes [rows][cols], scales [rows][cols / E::kBlock], E8M0; cols is a multiple of 128, kLen a
-//   transform's length. row_id and counts as in quantize.cuh. `map` has a row per unit of 64 values; tiles have 32 rows, in the 128-byte
-//   swizzle. A lane takes a unit at a time; a row of x has units = cols / 64, at most kMostUnits, and `by_units` divides by `units`; rows *
-//   units is below 2^31. 512 threads, sizeof(UnitsShared<E>) dynamic shared memory; any grid works, and one CTA per SM is best.
+// quantize_hadamard_rows<E, kLen, Round>: x and codes are [rows][cols], scales [rows][cols / E::kBlock], E8M0. cols is a multiple of 128; kLen
+//   is the transform's length. row_id and counts have the meaning of quantize.cuh. The tensor map `map` has one row per unit of 64 values; its
+//   boxes have 32 rows in the 128-byte swizzle. A lane quantizes one unit at a time. A row has units = cols / 64 <= kMostUnits; `by_units`
+//   divides by `units`; rows * units < 2^31. 512 threads, sizeof(UnitsShared<E>) bytes of dynamic shared memory; one CTA per SM is fastest.
 //
-// Each lane holds a whole unit in registers. So only butterflies of stride 64 and blocks of 128 values need data from the neighbouring
-// lane. The warps of a CTA take further units dynamically. With equal shares only a few warps would run at the end, because the SM issues
-// the oldest warps first.
+// Each lane holds a whole unit of 64 values in registers. So only butterflies of stride 64 and blocks of 128
+// values need data from the neighbouring lane. The warps of a CTA take their next units dynamically. With
+// equal shares, only a few warps would still run at the end, because the SM issues the oldest warps first.
 //
-// Measured as in quantize.cuh, with length 64, at 32768 x 7168 (4096 x 7168): MXFP4 79 % (58 %); E4M3 97 % (73 %), measured before the
-// kernel's last change. The kernel needs 20 instructions per value.
+// Speed in % of the bandwidth limit of quantize.cuh, with transforms of length 64, at 32768 x 7168 (4096 x 7168): MXFP4 79 % (58
+// %), E4M3 97 % (73 %). These figures were measured before the kernel's last change. The kernel needs 20 instructions per value.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/hadamard_unit.cuh"
@@ -23,16 +23,16 @@ constexpr int kUnitWarps = kUnitThreads / 32;
 constexpr int kMostUnits = 768;
 constexpr int kUnitChunks = kUnit / 8;
 
-/// Rows of 128 bytes, one unit each, in TMA's 128-byte swizzle, so that reads of eight adjacent rows have no bank
-/// conflicts.
+/// Each unit is a row of 128 bytes in TMA's 128-byte swizzle,
+/// so that reads of eight adjacent rows have no bank conflicts.
 template <int kLines>
 struct alignas(1024) UnitLines {
     uint4 chunks[kLines][kUnitChunks];
 
     __device__ __forceinline__ uint4& at(int line, int i) { return chunks[line][i ^ (line % kUnitChunks)]; }
 
-    /// `at` in two steps: `line` returns the address of a row's chunk 0, and the second step finds chunk i from there.
-    /// The second step is one XOR, which costs less than an index.
+    /// Splits `at` into two steps: `line` returns the address of chunk 0 of a row, and the second step finds
+    /// chunk i from that address. The second step is one XOR, which costs less than computing an index.
     __device__ __forceinline__ u32 line(int line) const { return shared_address(&chunks[line][line % kUnitChunks]); }
     __device__ __forceinline__ static uint4 chunk(u32 line, int i) { return *static_cast<const uint4*>(at_shared_address(line ^ i * 16)); }
 };
@@ -40,18 +40,18 @@ struct alignas(1024) UnitLines {
 template <class E>
 struct UnitsShared {
     UnitLines<32> input[kUnitWarps];
-    UnitLines<kMostUnits> signs;  // signs of a row
+    UnitLines<kMostUnits> signs;  // random signs for the values of a row
     uint4 codes[kUnitWarps][32][kUnit * E::kCodeBits / 128];
     ptx::Barrier loaded[kUnitWarps];
     u32 taken;
     u32 total[3];
 };
 
-/// The unit of a lane, and whether any of the warp's lanes has a unit.
+/// A lane's unit. The struct also says whether any lane of the warp has a unit.
 struct Unit {
-    u32 task;    // first task of the warp
-    u32 of_row;  // the unit's number in its row
-    int id;      // id of the unit's row; negative if the unit is padding or does not exist
+    u32 task;    // index of the warp's first task
+    u32 of_row;  // index of the unit in its row
+    int id;      // row id of the unit; negative if the unit is padding or does not exist
     bool any;
 };
 

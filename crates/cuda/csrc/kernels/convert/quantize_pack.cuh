@@ -1,17 +1,17 @@
-// BF16 -> blocks along the rows; each row is written directly to its all-to-all records.
+// Quantizes BF16 values to blocks along the rows, and writes each row directly into its all-to-all records.
 //
-// quantize_pack<In, E, kF32Scales, Round>: x [rows][cols] as in quantize.cuh, and likewise its codes, scales and counts. place
-//   [rows][top_k]: the records into which a row is written; a place that is negative or not below `messages` names no record. A record
-//   has `row_bytes` bytes, a multiple of 16: codes, scales, zeros. Records that no place names are left unwritten.
-//   128 threads; row_tasks.cuh defines the grid; 16 chunks per warp are fastest. No dynamic shared memory.
+// quantize_pack<In, E, kF32Scales, Round>: x [rows][cols], codes, scales and counts have the meaning of quantize.cuh. place [rows][top_k] lists
+//   the records into which each row is written; a place that is negative, or not below `messages`, names no record. A record has `row_bytes`
+//   bytes, a multiple of 16: first the codes, then the scales, then zeros. The kernel leaves records that no place names unwritten.
+//   128 threads per CTA, without dynamic shared memory. row_tasks.cuh defines the grid; 16 chunks per warp are fastest.
 //
-// The kernel reads x once and writes each record once: 595 MB for 32768 x 7168 BF16 rows as MXFP4, if each row goes to one rank.
+// The kernel reads x once and writes each record once. It moves 595 MB for 32768 x 7168 BF16 values as MXFP4, if each row goes to one rank.
 #pragma once
 #include "pieces/convert/row_quantizer.cuh"
 
 namespace nib {
 
-/// The all-to-all records, and the records into which each row is written.
+/// The all-to-all records, and the list of records into which each row is written.
 struct MessagesArg {
     u8* bytes;
     const int* place;
@@ -29,7 +29,7 @@ struct RowMessages {
     const RowSource& of;
     typename E::Eight held[Layout::kHeld][Layout::kTogether];
     u32 row, segment;
-    int place;  // in lane i: the place of the row's slot i
+    int place;  // in lane i: the i-th of the row's top_k places
     int col;
 
     __device__ __forceinline__ RowMessages(const MessagesArg& to, const RowSource& of) : to(to), of(of) {}
@@ -57,7 +57,7 @@ struct RowMessages {
 private:
     __device__ __forceinline__ int place_of(u32 slot) const { return slot < to.top_k ? __ldg(to.place + u64(row) * to.top_k + slot) : -1; }
 
-    /// Stores the segment's part of a record; the last segment also stores the zeros at its end.
+    /// Stores this segment's part of a record; the row's last segment also stores the zeros at the record's end.
     __device__ __forceinline__ void store(u8* message, const Stored (&scales)[Layout::kHeld]) const {
         const bool is_aligned = of.cols * E::kCodeBits % 128 == 0;
 #pragma unroll

@@ -1,44 +1,44 @@
-// BF16 or F32 -> blocks of any format, along the rows, down the columns, in both forms from one read, or in 2-D blocks; every scale rule
-// and rounding mode.
+// Quantizes BF16 or F32 values to blocks of any format, with every scale rule and rounding mode.
+// Blocks lie along the rows, down the columns, or both (from one read of x), or are 2-D blocks.
 //
-// quantize_units<F, In, kRound, kAcross>: x [stack * rows][cols]. F: declared in formats/. kRound: kNearestEven, kNearestAway or
-//   kStochastic if F has its own code for that mode; kAnyRounding rounds by `policy`. kStochastic needs cols to be a multiple of 8, since
-//   random bits are generated for eight values. kAcross: 2 supports every form; 16 supports rows alone, with tiles of 16 x 1024.
-//   256 threads; grid stack * ceil(lines / (256 / kAcross)) * ceil(cols / (64 * kAcross)), lines = capacity where columns are written, else
-//   rows. CTAs are ordered in bands that are `band` tiles high. sizeof(QuantizeUnitsShared<F, In, kAcross>) dynamic shared memory.
+// quantize_units<F, In, kRound, kAcross>: x is [stack * rows][cols]. F is a format declared in formats/. kRound is kNearestEven, kNearestAway or
+//   kStochastic if F has its own code for that mode; kAnyRounding rounds by `policy`. kStochastic needs cols to be a multiple of 8, because random
+//   bits are generated for eight values at a time. kAcross = 2 supports every form; kAcross = 16 supports only row blocks, in tiles of 16 x 1024.
+//   256 threads per CTA; the grid has stack * ceil(lines / (256 / kAcross)) * ceil(cols / (64 * kAcross)) CTAs, where lines = capacity if columns are
+//   written, else rows. CTAs are ordered in bands that are `band` tiles high. Dynamic shared memory: sizeof(QuantizeUnitsShared<F, In, kAcross>) bytes.
 //
-//   form kFormRows: writes row_codes [stack * rows][cols] and the records of ceil(cols / kBlock) blocks per row.
-//   form kFormCols: writes col_codes [stack * cols][capacity] and the records of ceil(capacity / kBlock) blocks; codes from `rows` on are
-//   zeros.
-//   form kFormRows + kFormCols: writes both.
-//   form kFormTiles: writes row_codes as in kFormRows, col_codes [stack * cols][rows], and one record per kBlock x kBlock values; capacity
-//   = rows.
-//   row_id (null: all rows are valid): row r is valid if row_id[r & id_mask] is not negative; invalid rows read as zero, have the least
-//   record, and are not counted in `counts`. row_id also numbers the row for random bits; without row_id the number is the row's index.
-//   With `transform` (In is F32, form kFormCols, one matrix): x [transform.rows][cols] is BF16 if of_bf16, else F32. Its Hadamard transform
-//   down the columns is encoded; it has `rows` rows, and id_mask maps a row to the first row of its transform block.
-//   Formats with one scale per row or column take `row_amax` and `col_amax`, bits of the largest magnitudes, and write to `row_any` and
-//   `col_any` whether there is a non-zero code. `col_amax` and `col_any` have one entry per column and span of rows (`span_of_row`; null:
-//   one span). A column has one scale per `column_record` rows: 128 rows, if groups start at multiples of 128, or all rows. Formats with
-//   one scale per tensor take `tensor`, indexed by a row's span (span_of_row null: by its matrix).
-//   Squared<F>: kFormRows + kFormCols with the scales of 2-D blocks of kBlock x kBlock values. Squared<F> rounds by `policy`.
-//   Chosen<F> takes `scaling`. 2-D blocks sum the losses of both candidate scales in shared memory, in integers.
-//   With `found` (a tensor's delayed scale only), writes the bits of the largest magnitude of each of `found_spans` spans, initially zeros;
-//   NaN if a value is not finite. found_counts[0] += the number of finite values that exceed their span's `unit`.
+//   form kFormRows: the kernel writes row_codes [stack * rows][cols], and scale records for ceil(cols / kBlock) blocks per row.
+//   form kFormCols: the kernel writes col_codes [stack * cols][capacity], and scale
+//   records for ceil(capacity / kBlock) blocks per column; codes from `rows` on are zeros.
+//   form kFormRows + kFormCols: the kernel writes the outputs of kFormRows and those of kFormCols.
+//   form kFormTiles: the kernel writes row_codes like kFormRows, the transpose col_codes [stack *
+//   cols][rows], and one scale record per 2-D block of kBlock x kBlock values; capacity = rows.
+//   row_id (null: all rows are valid): row r is valid if row_id[r & id_mask] is not negative. Invalid rows read as zero, have the least scale
+//   record, and are not counted in `counts`. row_id also numbers the rows for random bits; without row_id, a row's number is its index.
+//   With `transform` (In is F32, form kFormCols, one matrix), x [transform.rows][cols] is BF16 if of_bf16, else F32. The kernel encodes its
+//   Hadamard transform down the columns. The transform has `rows` rows, and id_mask maps a row to the first row of its transform block.
+//   If F has one scale per row or column, `row_amax` and `col_amax` hold the bits of the largest magnitudes. The kernel writes to `row_any`
+//   and `col_any` whether there is a non-zero code. `col_amax` and `col_any` have one entry per column and group of rows; `span_of_row` maps
+//   a row to its group (null: all rows are one group). A column has one scale per `column_record` rows: 128 if groups start at multiples of
+//   128, else all rows. If F has one scale per tensor, `tensor` holds the scales, indexed by `span_of_row` (null: by the row's matrix).
+//   Squared<F>: has form kFormRows + kFormCols, with the scales of 2-D blocks of kBlock x kBlock values. Squared<F> rounds by `policy`.
+//   Chosen<F> takes `scaling`. For 2-D blocks, the kernel sums the loss of each of the two candidate scales in shared memory, in integers.
+//   With `found` (only for delayed scales of a tensor), the kernel writes for each of `found_spans` groups of rows the bits of the largest magnitude,
+//   initially zeros, or NaN if a value is not finite. It adds to found_counts[0] the number of finite values that exceed the `unit` of their group of rows.
 //
-//   Records of one byte are stored several at a time if they are contiguous:
-//   row_words: the rows' records, if a row has a multiple of 64 / kBlock records; or words that transpose_scales moves to their final
-//     place, contiguous for adjacent rows, if cols is a multiple of 128.
-//   col_words: the columns' records if the records of a column are contiguous and their number is a multiple of four.
-//   cols_in_pairs: the columns' records if those of adjacent columns are contiguous (line_stride 1), and cols and block_stride are even.
+//   One-byte scale records are stored several at a time if they are contiguous. Three flags say where:
+//   row_words: the records of rows are stored in words. A row then has a multiple of 64 / kBlock records; or transpose_scales
+//     moves the words, which are contiguous for adjacent rows, to their final place, and cols is a multiple of 128.
+//   col_words: the records of columns are stored in words, if the records of a column are contiguous and their number is a multiple of four.
+//   cols_in_pairs: the records of two adjacent columns are stored together, if they are contiguous (line_stride 1), and cols and block_stride are even.
 //
-// quantize_units_decoded<F, In, kRound, kAcross>: writes row-major BF16 values instead of codes: row_codes [stack * rows][cols], col_codes
-//   [capacity][cols]. The kernel does not support kFormTiles, and supports both forms at once only if kDecodesBoth. The values are those
-//   that dequantize_units would compute without a tensor scale. Records are still written; rows_aligned and cols_aligned refer to the
-//   values. The kernel needs sizeof(DecodedUnitsShared<F, In, kRound, kAcross>) dynamic shared memory.
+// quantize_units_decoded<F, In, kRound, kAcross>: writes row-major BF16 values instead of codes: row_codes is [stack * rows][cols], and
+//   col_codes is [capacity][cols]. The kernel does not support kFormTiles, and supports rows and columns together only if kDecodesBoth.
+//   The values are those that dequantize_units would compute without a tensor scale. Scale records are still written; rows_aligned and
+//   cols_aligned refer to the values. Dynamic shared memory: sizeof(DecodedUnitsShared<F, In, kRound, kAcross>) bytes.
 //
-// A thread encodes 64 values of a row, then 32 rows of two columns. Asynchronous copies bring the tile to shared memory; threads read the
-// values there, and write codes there. So global memory is read and written in runs of at least 128 bytes.
+// A thread encodes 64 values of a row, then 32 rows of two columns. Asynchronous copies bring the tile to shared memory. Threads read
+// the values from shared memory and write codes to shared memory, so that global memory is accessed in runs of at least 128 bytes.
 #pragma once
 #include "pieces/convert/table_encoder.cuh"
 #include "pieces/convert/unit_decoder.cuh"
@@ -46,7 +46,7 @@
 
 namespace nib {
 
-/// Copies a tile to shared memory, with zeros beyond the matrix's edges and in invalid rows.
+/// Copies a tile to shared memory, with zeros outside the matrix and in invalid rows.
 template <class In, int kAcross>
 __device__ __forceinline__ void fetch_tile(UnitValues<In, kAcross>& values, const UnitsArg& arg, int matrix, int first_row, int first_col) {
     using Values = UnitValues<In, kAcross>;
@@ -120,7 +120,7 @@ struct CtaPlace {
     }
 };
 
-/// The number of CTAs per SM, which registers limit.
+/// The number of CTAs per SM, which is limited by registers.
 template <class F, class In, int kRound>
 constexpr int kUnitCtas = In::kBytes == 4 || (F::kPart < 16 && !kSideBySide<F, In, kRound>) ? 2 : F::kLine || kRound >= kStochastic ? 3 : 4;
 
@@ -143,8 +143,8 @@ struct EncoderOf<F, In, kRound, kAcross, true> {
     using Type = TableEncoder<F, In, kAcross>;
 };
 
-/// Decodes the codes of a tile's rows, or of its columns, and stores the values. Barriers come before and after, because the encoded
-/// values are overwritten.
+/// Decodes the codes of a tile's rows, or of its columns, and stores the values. The
+/// encoded values are overwritten, so there is a barrier before this step and one after it.
 template <class F, class In, int kAcross, bool kDown>
 __device__ __forceinline__ void decode_tile(QuantizeUnitsShared<F, In, kAcross>& shared, UnitCodes<F>& codes, const UnitsArg& arg, int matrix, int first_row,
                                             int first_col) {
@@ -265,7 +265,7 @@ __device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const Roundin
         if constexpr (kAcross == 2) {
             if (arg.form != kFormRows) {
                 constexpr bool kBoth = kDecodesBoth<In, kRound, kAcross>;
-                // The values are needed until the columns are encoded, so the rows' codes are stored elsewhere until then.
+                // The values are needed until the columns are encoded, so the codes of rows do not overwrite the values.
                 if constexpr (kBoth) {
                     if (arg.form != kFormCols) {
                         shared.keep_codes_of_rows();
@@ -295,7 +295,7 @@ __device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const Roundin
     }
     if constexpr (kAcross == 2) {
         if (arg.form != kFormRows) {
-            // All threads must have stored the rows' codes before the columns' codes overwrite them in shared memory.
+            // All threads must have stored the codes of rows before the codes of columns overwrite them in shared memory.
             if (arg.form != kFormCols) __syncthreads();
             encoder.encode_columns(matrix, first_row, first_col);
             __syncthreads();

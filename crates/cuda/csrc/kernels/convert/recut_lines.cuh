@@ -1,8 +1,8 @@
 // Copies rows of bytes into longer or shorter rows.
 //
-// recut_lines: [lines][from_bytes] -> [lines][to_bytes], `total` output bytes in all; bytes past a source row's end are zeros. `last`
-//   masks the valid bits of the last byte of a source row; the other bits become zeros. 256 threads; any grid works, and ceil(total /
-//   256), but at most a few CTAs per SM, is best.
+// recut_lines: copies [lines][from_bytes] to [lines][to_bytes], which has `total` bytes. Output bytes past the end of a source
+//   row are zeros. The mask `last` selects the valid bits of the last byte of a source row; the other bits become zeros. 256
+//   threads per CTA. Any grid size gives correct results; ceil(total / 256) CTAs, but at most a few per SM, are fastest.
 #pragma once
 #include "ptx/types.cuh"
 

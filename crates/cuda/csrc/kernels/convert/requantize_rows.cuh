@@ -1,18 +1,18 @@
-// E4M3 rows -> MXFP4 rows, bit-identical to quantizing the decoded values f32(code · scale).
+// Converts E4M3 rows to MXFP4 rows. The result is bit-identical to quantizing the decoded values f32(code · scale).
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, which becomes zeros. Three numbers are added to counts[3] (null: no
-// counts): source blocks with a non-zero code, source blocks with a value that changed, and blocks with a NaN or infinity.
+// row_id[rows] (null: all rows are valid): negative ids mark padding rows, which become zeros. If counts[3] is not null, the kernel adds
+// three numbers to it: source blocks with a non-zero code, source blocks in which a value changed, and source blocks with a NaN or infinity.
 //
-// requantize_rows<Scale, kRule>: codes [rows][cols], scales [rows][ceil(cols / 128)], E8M0 bytes (Scale = u8) or F32 (float) -> codes
-//   [rows][cols / 2], scales [rows][cols / 32], E8M0; cols % 32 == 0. kRule: as in formats/e8m0.cuh, not the F32 rule.
-//   256 threads; a warp takes a segment of 2048 columns at a time; segments = ceil(cols / 2048), and `by_segments` divides by it. Any grid
-//   works; best is ceil(rows · segments / 8), but at most 16 CTAs per SM. If all rows are valid and cols % 128 == 0, the launch may pass x
-//   as one row, provided that x has less than 2^30 values. Buffers are 16-byte aligned.
+// requantize_rows<Scale, kRule>: reads codes [rows][cols] and scales [rows][ceil(cols / 128)], which are E8M0 bytes (Scale = u8) or F32 (Scale = float).
+//   Writes codes [rows][cols / 2] and E8M0 scales [rows][cols / 32]; cols % 32 == 0. kRule is a scale rule of formats/e8m0.cuh except the F32 rule.
+//   256 threads per CTA. A warp converts a segment of 2048 columns at a time; a row has segments = ceil(cols / 2048), and `by_segments`
+//   divides by it. Any grid size gives correct results; ceil(rows · segments / 8) CTAs, but at most 16 per SM, are fastest. If all rows
+//   are valid and cols % 128 == 0, the launch may pass x as one row of less than 2^30 values. Buffers are 16-byte aligned.
 //
 // Each lane encodes a whole target block.
 //
-// Measured as in quantize.cuh, with E8M0 scales: 32768 x 7168 84 %, 4096 x 7168 59 %. The integer units limit the speed: they are busy 71
-// % of the time.
+// Speed in % of the bandwidth limit of quantize.cuh, with E8M0 scales: 84 % at 32768 x 7168, 59
+// % at 4096 x 7168. The integer units limit the speed, because they are busy 71 % of the time.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
@@ -30,7 +30,7 @@ constexpr int kRequantizeChunkCols = 1024;
 __device__ __forceinline__ float scale_value(u8 byte) { return e8m0_decode(byte); }
 __device__ __forceinline__ float scale_value(float scale) { return scale; }
 
-/// The magnitudes of 32 E4M3 codes, as pairs of F16.
+/// The magnitudes of 32 E4M3 codes, as pairs of F16 values.
 struct Magnitudes32 {
     u32 pair[16];
 
@@ -43,7 +43,7 @@ struct Magnitudes32 {
         }
     }
 
-    /// The largest magnitude; NaN if any is NaN.
+    /// Returns the largest magnitude, or NaN if any magnitude is NaN.
     __device__ __forceinline__ float largest() const {
         u32 two = pair[0];
 #pragma unroll
@@ -53,24 +53,24 @@ struct Magnitudes32 {
     }
 };
 
-/// Packs eight four-bit codes from their magnitudes and the signs of the eight E4M3 codes in `low` and `high`.
+/// Packs eight four-bit codes, from their magnitudes and from the signs of the eight E4M3 codes in `low` and `high`.
 __device__ __forceinline__ u32 with_signs(u32 magnitudes, u32 low, u32 high) {
     const u32 even = __byte_perm(low, high, 0x6420), odd = __byte_perm(low, high, 0x7531);
     return magnitudes | (even >> 4 & 0x08080808) | (odd & 0x80808080);
 }
 
-/// Encodes magnitudes times 2^octaves, with octaves from -8 to 11; the largest result is below 8.
+/// Encodes magnitudes after multiplying them by 2^octaves, with octaves from -8 to 11; the largest product is below 8.
 struct ByOctaves {
-    u32 factor;       // 2^octaves as F16, twice
-    u32 fine_factor;  // 2^(octaves - 14) as F16, twice: this factor maps E2M1's smallest normal number to F16's
+    u32 factor;       // 2^octaves as a pair of equal F16 values
+    u32 fine_factor;  // 2^(octaves - 14) as a pair of equal F16 values; this factor maps E2M1's smallest normal number to F16's
 
     __device__ __forceinline__ explicit ByOctaves(int octaves) {
         factor = u32(octaves + 15) * 0x04000400;
         fine_factor = (octaves >= 0 ? u32(octaves + 1) << 10 : 0x400u >> -octaves) * 0x00010001;
     }
 
-    /// Eight codes without signs, rounded to nearest even. kExceeds: values above 6 may occur, and saturate. The method
-    /// is that of E2m1::encode_within; 1536 is an F16 number whose last place is worth 1.
+    /// Returns eight codes without signs, rounded to nearest even. kExceeds: magnitudes above 6 may occur, and
+    /// saturate. E2m1::encode_within uses the same method. 1536 is an F16 number whose last mantissa bit is worth 1.
     template <bool kExceeds>
     __device__ __forceinline__ u32 encode(const u32* pair) const {
         constexpr u32 kFar = 0x66006600;
@@ -87,21 +87,21 @@ struct ByOctaves {
         return __byte_perm(a, b, 0x7632) * 16 + __byte_perm(a, b, 0x5410) - (kFar + 0x66666660);
     }
 
-    /// A quick test of the first eight values, for values up to 6: returns true if any of them is not
-    /// representable in E2M1. If the result is false, the other values have yet to be tested.
+    /// A quick test of the first eight values, for values up to 6. Returns true if E2M1 cannot represent
+    /// at least one of them. If the result is false, the caller has yet to test the other values.
     __device__ __forceinline__ bool few_lose(const u32 (&pair)[16]) const {
         u32 lost = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) lost |= ptx::mul_f16x2(pair[i], fine_factor) & 0x01FF01FF;
         return lost != 0;
     }
-    /// Whether any of the 32 values is not representable in E2M1.
+    /// Returns whether E2M1 cannot represent at least one of the 32 values.
     __device__ __forceinline__ bool loses(uint4, uint4, const Magnitudes32& magnitudes) const {
         u32 lost = 0;
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             const u32 value = ptx::mul_f16x2(magnitudes.pair[i], fine_factor);
-            // A value that became zero in F16 is also not representable.
+            // A value that became zero in F16 is also not representable in E2M1.
             lost |= (value & 0x01FF01FF) | (ptx::min_u16x2(magnitudes.pair[i], 0x00010001) ^ ptx::min_u16x2(value, 0x00010001));
         }
         return lost != 0;
@@ -150,7 +150,7 @@ private:
 };
 
 __device__ __forceinline__ ByOctaves conversion(u8 scale, const BlockScale<u8>& to) {
-    // In a block of zeros or with a NaN the value of `octaves` does not matter.
+    // The value of `octaves` has no effect in a block of zeros or in a block with a NaN.
     return ByOctaves(max(min(int(scale) - int(to.stored), 11), -8));
 }
 __device__ __forceinline__ ByScales conversion(float scale, const BlockScale<u8>& to) { return {scale, to.inverse}; }
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kRequantizeThreads, sizeof(Scale) == 1 ? 4 : 3
             }
             continue;
         }
-        u32 seen = 0;  // bits i, i + 8, i + 16: chunk i has a non-zero code, a value that changes, a NaN
+        u32 seen = 0;  // chunk i has a non-zero code (bit i), a value that changes (bit i + 8), a NaN (bit i + 16)
 #pragma unroll
         for (int i = 0; i < kRequantizeChunks; ++i) {
             const int col = first_col + i * kRequantizeChunkCols;
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kRequantizeThreads, sizeof(Scale) == 1 ? 4 : 3
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 encoded[j] = with_signs(by.template encode<kExceeds>(magnitudes.pair + 4 * j), words[2 * j], words[2 * j + 1]);
-            // In most blocks the first eight values are already decisive.
+            // In most blocks the first eight values already contain one that E2M1 cannot represent.
             bool changed = by.few_lose(magnitudes.pair) || (kExceeds && __fmul_rn(amax, to.inverse) > E2m1::kMax);
             if (!changed) changed = by.loses(in[i][0], in[i][1], magnitudes);
             if (to.is_nan()) {
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kRequantizeThreads, sizeof(Scale) == 1 ? 4 : 3
                 out_scales[u64(row) * targets + col / E2m1::kBlock] = to.stored;
             }
         }
-        // Each source block is shared by four lanes.
+        // Four lanes share each source block.
         seen |= __shfl_xor_sync(kAllLanes, seen, 1);
         seen |= __shfl_xor_sync(kAllLanes, seen, 2);
         if (lane % 4 == 0) {

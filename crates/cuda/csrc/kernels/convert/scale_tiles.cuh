@@ -1,11 +1,11 @@
-// Moves one-byte scales of ragged groups between a dense matrix and tiles of 128 x 4 scales per group.
+// Copies one-byte scales of groups with different lengths between a dense matrix and tiles of 128 x 4 scales, where each group has its own tiles.
 //
-// tile_scales<kCutRows, kToTiles>: dense [rows][cols]; tiles in the layout of nibble_core::ops::CutScales. starts [num_groups + 1], each
-//   divided by `per_scale`; a start that is out of range or out of order is clamped to the nearest valid start. Each warp has one tile,
-//   each CTA eight; grid ceil(num_tiles / 8), where `num_tiles` is the capacity in tiles. With kToTiles, tiles outside all groups become
-//   zeros; without kToTiles, scales outside all groups are not written.
+// tile_scales<kCutRows, kToTiles>: `dense` is [rows][cols]; `tiles` has the layout of nibble_core::ops::CutScales. `starts` [num_groups
+//   + 1] are in values, and each start is divided by `per_scale`; a start that is out of range or out of order is clamped to the nearest
+//   valid start. Each warp copies one tile, and each CTA eight; the grid has ceil(num_tiles / 8) CTAs, where `num_tiles` is the capacity
+//   in tiles. With kToTiles, tiles outside all groups become zeros; without kToTiles, scales outside all groups are not written.
 //
-// Each lane has 16 bytes of a tile: four columns of four rows that are 32 rows apart.
+// Each lane copies 16 bytes of a tile: four columns of four rows, which are 32 rows apart.
 #pragma once
 #include "ptx/thread.cuh"
 #include "ptx/types.cuh"
@@ -15,21 +15,21 @@ namespace nib {
 constexpr int kScaleTileThreads = 256;
 constexpr u32 kScaleTileRows = 128, kScaleTileCols = 4;
 
-/// A group of the ragged tensor. Fields count scales along the side that is cut into groups.
+/// One group of the ragged tensor. The fields count scales along the dimension that groups divide.
 struct ScaleGroup {
     u32 first, len;
-    u32 tiles_before;  // tiles of the preceding groups, along the side that is cut into groups
+    u32 tiles_before;  // number of tiles of the preceding groups, along the dimension that groups divide
     bool is_one;
 };
 
-/// The group to which tile `at` belongs, counted along the side that is cut into groups. The whole warp calls
-/// this function, which examines 32 groups per iteration.
+/// Finds the group to which tile `at` belongs, where tiles are counted along the dimension that
+/// groups divide. The whole warp calls this function, which examines 32 groups per iteration.
 template <u32 kTile>
 __device__ __forceinline__ ScaleGroup group_of_tile(u32 at, const int* __restrict__ starts, u32 num_groups, u32 cut, u32 per_scale) {
     constexpr u32 kAll = 0xFFFFFFFF;
     const u32 lane = ptx::lane_idx();
     const auto start_of = [&](u32 group) { return min(u32(max(__ldg(starts + group), 0)) / per_scale, cut); };
-    u32 before = 0, reached = 0;  // tiles of the groups that were examined before, and the largest start so far
+    u32 before = 0, reached = 0;  // tiles of the groups examined in earlier iterations, and the largest start so far
 #pragma unroll 1
     for (u32 base = 0; base < num_groups; base += 32) {
         const u32 group = base + lane;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kScaleTileThreads)
         if (kToTiles) *there = {0, 0, 0, 0};
         return;
     }
-    // The tile's index within its group, the group's tiles across, and the first scale of this lane within the group.
+    // The next lines compute the tile's index within its group, the group's width in tiles, and the position of this lane's first scale within the group.
     const u32 in_group = tile - group.tiles_before * across;
     const u32 wide = kCutRows ? across : (group.len + kCutTile - 1) / kCutTile;
     const u32 row = in_group / wide * kScaleTileRows + lane, col = in_group % wide * kScaleTileCols;

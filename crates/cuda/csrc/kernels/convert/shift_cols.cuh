@@ -1,20 +1,20 @@
-// E4M3 rows -> E4M3 columns by operations on the codes alone; all scales are E8M0 bytes. The CPU twin is crates/formats/src/lift.rs.
+// Converts E4M3 row blocks to E4M3 column blocks by operations on the codes. All scales are E8M0 bytes. CPU implementation: crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, whose output is zero. Three numbers are added to counts[3] (null:
-// no counts): source blocks with a non-zero code, source blocks with a code whose value changed, and blocks with a NaN.
+// row_id[rows] (null: all rows are valid): negative ids mark padding rows, whose output codes are zeros. If counts[3] is not null, the
+// kernel adds three numbers to it: source blocks with a non-zero code, source blocks in which a value changed, and source blocks with a NaN.
 //
-// shift_cols<kWhole, kPanels>: codes [rows][cols], scales [rows][ceil(cols / 128)] -> codes [cols][capacity], scales
-//   [capacity / 128][scale_stride]; capacity % 128 == 0; kWhole: cols % 16 == 0.
-//   128 · kPanels threads; one CTA per kPanels · 128 columns and `depth` strips of 128 rows; depth is at most kMostDepth.
-//   sizeof(ShiftShared<kPanels>) dynamic shared memory. Buffers are 16-byte aligned; scale_stride, at least cols, is a multiple of 2.
+// shift_cols<kWhole, kPanels>: reads codes [rows][cols] and scales [rows][ceil(cols / 128)], and writes codes
+//   [cols][capacity] and scales [capacity / 128][scale_stride]. capacity % 128 == 0; kWhole: cols % 16 == 0.
+//   128 · kPanels threads per CTA. A CTA converts kPanels · 128 columns of `depth` strips of 128 rows; depth is at most kMostDepth. Dynamic
+//   shared memory: sizeof(ShiftShared<kPanels>) bytes. Buffers are 16-byte aligned; scale_stride is at least cols, and a multiple of 2.
 //
-// A code times a power of two from 2^-15 to 1 is exact in F16, because E4M3's smallest step is 2^-9 and F16's is 2^-24. So the product is
-// rounded only once, when it becomes E4M3 again, even if the E4M3 result is subnormal. Rows that are shifted by more than kShiftFarthest
-// are recomputed one by one, and so are NaNs, which would lose their sign.
+// The product of a code and a power of two from 2^-15 to 1 is exact in F16, because E4M3's smallest step is 2^-9 and F16's is
+// 2^-24. So the product is rounded only once, when it becomes E4M3 again, even if the E4M3 result is subnormal. Rows that are
+// shifted by more than kShiftFarthest are recomputed one by one. So are rows with NaNs, because a NaN would lose its sign.
 //
-// Measured on an H200, in % of the bandwidth limit, (read + written) / 4249 GB/s, with or without subnormal results: 32768 x 7168 89 %;
-//   24576 x 5120 86 %; 32768 x 2048 80 to 83 %; 24576 x 2048 79 to 81 %; 4096 x 7168 64 to 70 %.
-//   A kernel that only copies the codes, from and to the addresses that this kernel uses, reaches 95, 93, 91, 88 and 78 %.
+// Speed on an H200, in % of the bandwidth limit (read + written) / 4249 GB/s, with or without subnormal results: 89 % at
+//   32768 x 7168; 86 % at 24576 x 5120; 80 to 83 % at 32768 x 2048; 79 to 81 % at 24576 x 2048; 64 to 70 % at 4096 x 7168.
+//   At these five shapes, a kernel that only copies the codes, with the same access pattern, reaches 95, 93, 91, 88 and 78 %.
 #pragma once
 #include "formats/e4m3.cuh"
 #include "pieces/convert/rows_to_cols.cuh"
@@ -26,8 +26,8 @@ constexpr u32 kShiftFar = 32;       // a shift, in powers of two, under which ev
 constexpr u32 kF16Bias = 15;
 constexpr u32 kEachTop = 0x80808080;
 
-/// Each flag has one bit for each of a thread's 16 rows: row 4k + b has bit k of byte b. In `flags` bit k says whether
-/// the row has a non-zero code, and bit k + 4 of the byte says whether one of the row's codes changed.
+/// Three flags per row, for each of a thread's 16 rows. Row 4k + b has bit k of byte b. In `flags`, bit k of the
+/// byte says whether the row has a non-zero code, and bit k + 4 says whether one of the row's codes changed.
 struct ShiftFlags {
     u32 flags = 0;
     u32 nan = 0;
@@ -39,8 +39,8 @@ struct ShiftShared {
     ShiftFlags flags[kMostDepth * kGroups][kPanels][kTile / 32];
 };
 
-/// Moves a code to a scale that is 2^octaves times larger (kScaleNan: the code's own scale is NaN), and sets the
-/// row's `bit` in `flags` if the code is NaN or changes.
+/// Converts a code to a scale that is 2^octaves times larger (kScaleNan: the code's
+/// old scale is NaN). Sets the row's `bit` in `flags` if the code is NaN or changes.
 __device__ __forceinline__ u32 shift_code(u32 code, u32 octaves, u32 bit, ShiftFlags& flags) {
     if (octaves == kScaleNan || (code & 0x7F) == 0x7F) {
         flags.nan |= bit;
@@ -52,9 +52,9 @@ __device__ __forceinline__ u32 shift_code(u32 code, u32 octaves, u32 bit, ShiftF
     return shifted;
 }
 
-/// Moves the codes of a column in four rows to their new scale. Each of two words of `pair` has two rows of two
-/// columns; kHigh selects the second column. A code times its factor is exact in F16. `moved` of a row increases
-/// by the change from rounding to E4M3.
+/// Converts the codes of a column in four rows to their new scale. Each of the two words of `pair`
+/// has two rows of two columns; kHigh selects the second column. The product of a code and its factor
+/// is exact in F16. The function adds to a row's `moved` the change that rounding to E4M3 causes.
 template <bool kHigh>
 __device__ __forceinline__ u32 shift_four(const u32* pair, const u32* factor, u32* moved) {
     const u32 first = ptx::mul_f16x2(ptx::f16x2_from_e4m3x4<kHigh>(pair[0]), factor[0]);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kTile * kPanels, 6 / kPanels)
     }
     __syncthreads();
     fetcher.fetch();
-    // Padding gets scale 0, so it does not raise the largest scale.
+    // A padding row gets scale 0, so padding cannot raise the largest scale.
 #pragma unroll
     for (int i = 0; i < kMostDepth; ++i) shared.scale[i][scale_panel][scale_row] = fetcher.is_valid(i, scale_row) ? u8(byte[i]) : 0;
     fetcher.wait();
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kTile * kPanels, 6 / kPanels)
     const uint2 bytes = me.scales(scale);
     const u32 above = me.largest_above_nan(bytes), target = above == 0 ? 0 : above - 1;
     me.store_scale(out_scales, target, strips, first_col, cols, scale_stride);
-    u32 factors[4], factor[kGroupRows / 2];  // each word has the factors of two rows, as F16
+    u32 factors[4], factor[kGroupRows / 2];  // each word has the F16 factors of two rows
     bool far = false;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -118,11 +118,11 @@ __global__ void __launch_bounds__(kTile * kPanels, 6 / kPanels)
     const u8* const in = shared.codes + me.group * Fetch::Shared::kGroupBytes + me.col();
     u8* const to = out + u64(col) * capacity + strips.first * kTile + me.group * kGroupRows;
     u32 seen[kGroupRows / 2] = {};
-    u32 moved[kGroupRows / 2] = {};  // total change of the values of these rows, as F16 pairs; NaN if a code is NaN
+    u32 moved[kGroupRows / 2] = {};  // total change of the values of these rows, as F16 pairs; NaN if any code is NaN
 #pragma unroll 1
     for (int four = 0; four < 4; ++four) {
         const int at = four / 2 * TurnLane::kSecond + four % 2 * 4;
-        u32 pair[2][kGroupRows / 2];  // columns (0, 1) and (2, 3) of two rows each
+        u32 pair[2][kGroupRows / 2];  // columns (0, 1) and columns (2, 3), each in two rows
 #pragma unroll
         for (int k = 0; k < kGroupRows / 2; ++k) {
             const u32 a = *reinterpret_cast<const u32*>(in + 2 * k * Fetch::Shared::kRowBytes + at);
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kTile * kPanels, 6 / kPanels)
     mine.nan |= __shfl_xor_sync(kAllLanes, mine.nan, 1);
     if (!me.odd) whole.flags[me.group][panel][warp] = is_there ? mine : ShiftFlags();
     __syncthreads();
-    // Each block is shared by four warps.
+    // Four warps share each block.
     Tally tally;
     if (in_panel < kMostDepth * kGroups) {
         ShiftFlags any;

@@ -1,27 +1,27 @@
-// For formats with one scale per row or column, or per tensor: the passes before and after the values are encoded. Maxima of bits do not
-// depend on the order of atomics, so results are deterministic.
+// For formats with one scale per row, per column or per tensor: the kernels that run before and after the values are
+// encoded. They compute maxima with atomics on integer bits, whose order does not matter, so results are deterministic.
 //
-// Valid rows are as in quantize_units.cuh. Maxima are bits of F32 magnitudes, initially zeros; NaN sorts above infinity, and infinity above
-// finite values.
+// row_id decides which rows are valid, by the rule in quantize_units.cuh. Maxima are the bits of F32 magnitudes, initially zeros; the bits
+// of NaN compare greater than those of infinity, and the bits of infinity greater than those of finite values. A span is a group of rows.
 //
-// row_maxima<In>: x [rows][cols], one maximum per row (`by_span` 0) or per span (`by_span` 1: of finite values; 2: all ones if a value
-//   is not finite). The span of a row is span_of_row[row], or row / matrix_rows if span_of_row is null.
-//   256 threads; grid ceil(rows / 32). With `earlier`, only rows whose span has no expected magnitude yet are measured.
-// column_maxima<In>: x [stack * rows][cols] -> [spans][lines], lines = stack * cols: one maximum per column and span_of_row[row], or one
-//   per column if span_of_row is null. 256 threads; grid stack * ceil(rows / 256) * ceil(cols / 256).
-// hadamard_maxima<In>: the maxima by span, as in row_maxima, of the Hadamard transform down the columns of x [transform.rows][cols]. The
-//   transform has `rows` rows, and one span if span_of_row is null. 256 threads; grid ceil(cols / 128) * ceil(rows / 128).
-// spans_of_rows: the group of each row. There are num_groups groups, whose first rows and end are in `start`; rows outside all groups get
-//   num_groups. 256 threads; grid ceil(rows / 256).
-// tensor_scales: for each of `spans` spans, the factor for its values, the factor's reciprocal, and the stored scale, for NVFP4 (kNvfp4) or
-//   FP8. `largest` is the value to which the largest magnitude times `headroom` is mapped. kPower: NVFP4's scale is rounded up to a power
-//   of two. With `earlier` (delayed scaling), the scale of a span follows from the magnitude that earlier steps predict for the
-//   span, if one is known. The kernel then writes this predicted magnitude (infinity if unknown) instead of the factor's reciprocal, and adds
-//   the number of values of such spans to counts[1]. A span has len[span] rows of `cols` values, or matrix_rows rows if `len` is null.
-//   256 threads; grid ceil(spans / 256).
-// spread_scales: out[row] = scale[span_of_row[row]], or scale[row / matrix_rows] if span_of_row is null; NaN if `found` says that a value
-//   of the span is not finite. 256 threads; grid ceil(rows / 256).
-// count_lines: counts[0] += the number of non-zero bytes among `lines` bytes. 256 threads; grid ceil(lines / 256).
+// row_maxima<In>: reads x [rows][cols]. With by_span = 0, it writes one maximum per row. With by_span = 1 or 2, it writes one maximum per span, of
+//   the finite values; with 2, all ones if a value is not finite. The span of a row is span_of_row[row], or row / matrix_rows if span_of_row is null.
+//   256 threads per CTA; the grid has ceil(rows / 32) CTAs. With `earlier`, the kernel only measures rows whose span has no expected magnitude yet.
+// column_maxima<In>: reads x [stack * rows][cols] and writes [spans][lines], where lines = stack * cols: one maximum per column and
+//   span of rows (span_of_row null: per column). 256 threads per CTA; the grid has stack * ceil(rows / 256) * ceil(cols / 256) CTAs.
+// hadamard_maxima<In>: one maximum per span, by the rules of row_maxima, of the Hadamard transform of x [transform.rows][cols] down the columns.
+//   The transform has `rows` rows; span_of_row null: they are one span. 256 threads per CTA; the grid has ceil(cols / 128) * ceil(rows / 128) CTAs.
+// spans_of_rows: finds the group of each row. `start` has the first row of each of num_groups groups, then the end of
+//   the last group. Rows outside all groups get num_groups. 256 threads per CTA; the grid has ceil(rows / 256) CTAs.
+// tensor_scales: writes for each of `spans` spans the factor for its values, the factor's reciprocal, and the stored scale, for
+//   NVFP4 (kNvfp4) or FP8. The largest magnitude times `headroom` is mapped to the value `largest`. kPower: NVFP4's scale is
+//   rounded up to a power of two. With `earlier` (delayed scaling), a span's scale follows from the magnitude that earlier steps
+//   predict for the span, if a prediction exists. The kernel then writes the predicted magnitude (infinity if unknown) instead
+//   of the factor's reciprocal, and adds the number of values of spans with a prediction to counts[1]. A span has len[span] rows
+//   of `cols` values, or matrix_rows rows if `len` is null. 256 threads per CTA; the grid has ceil(spans / 256) CTAs.
+// spread_scales: out[row] = scale[span_of_row[row]], or scale[row / matrix_rows] if span_of_row is null. The scale is NaN
+//   if `found` says that the span has a value that is not finite. 256 threads per CTA; the grid has ceil(rows / 256) CTAs.
+// count_lines: adds to counts[0] the number of non-zero bytes among `lines` bytes. 256 threads per CTA; the grid has ceil(lines / 256) CTAs.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/block_format.cuh"
@@ -30,8 +30,8 @@
 
 namespace nib {
 
-/// Delayed scales' input from earlier steps; the launch code builds it as `EarlierArg`. For each of `spans`
-/// spans EarlierArg holds the expected magnitude (0 if unknown), `stride` apart.
+/// The data of earlier steps from which delayed scales are predicted; the launch code builds this struct as
+/// `EarlierArg`. It holds the expected magnitude (0 if unknown) of each of `spans` spans, `stride` elements apart.
 struct EarlierArg {
     const float* expected;
     u64 stride;
@@ -40,18 +40,18 @@ struct EarlierArg {
 
     __device__ __forceinline__ bool has(int span) const { return expected != nullptr && span < spans; }
     __device__ __forceinline__ float of(int span) const { return __ldg(expected + span * stride); }
-    /// Whether a span's magnitudes must be measured.
+    /// Returns whether the magnitudes of a span must be measured.
     __device__ __forceinline__ bool wants(int span) const { return expected == nullptr || (has(span) && of(span) == 0.0f); }
 };
 
-/// The bits of a magnitude that enter a maximum. A non-finite value enters as it is (by_span 0), as 0 (by_span 1), or
-/// as all ones (by_span 2).
+/// Returns the bits of a magnitude, for the computation of a maximum. A non-finite
+/// value gives its own bits (by_span 0), 0 (by_span 1), or all ones (by_span 2).
 __device__ __forceinline__ u32 magnitude_by(int by_span, float x) {
     const u32 bits = __float_as_uint(x) & 0x7FFFFFFF;
     return bits < kInfinityBits || by_span == 0 ? bits : by_span == 1 ? 0 : 0xFFFFFFFF;
 }
 
-/// Loads eight adjacent values of a row; values of invalid rows and past the row's end are zeros.
+/// Loads eight adjacent values of a row. Values of invalid rows, and values past the row's end, are zeros.
 template <class In>
 __device__ __forceinline__ typename In::Eight load_counted(const u8* x, u64 row, int col, int cols, bool counted) {
     const u8* const at = x + (row * cols + col) * In::kBytes;
@@ -63,7 +63,7 @@ template <class In>
 __global__ void __launch_bounds__(256)
     row_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, int id_mask, const int* __restrict__ span_of_row,
                int matrix_rows, int by_span, int rows, int cols, const EarlierArg earlier) {
-    constexpr int kRows = 4;  // rows per warp
+    constexpr int kRows = 4;  // number of rows per warp
     const int first = (blockIdx.x * 8 + threadIdx.x / 32) * kRows, lane = threadIdx.x % 32;
     u32 largest[kRows];
     int span[kRows];
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(256)
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        // Adjacent rows of one span are combined first, so that one atomic serves all of them.
+        // Adjacent rows of one span are combined first, so that they need only one atomic.
         if (r + 1 < kRows && span[r + 1] == span[r]) largest[r + 1] = max(largest[r + 1], largest[r]);
         else raise(maxima + span[r], largest[r]);
     }
@@ -119,8 +119,8 @@ __global__ void __launch_bounds__(256, In::kBytes == 2 ? 3 : 2)
             float most = fabsf(of[0]);
 #pragma unroll
             for (int j = 1; j < kTogether; ++j) most = ptx::max_magnitude(most, of[j]);
-            // Multiplication by the factor preserves the order of magnitudes, so only the largest
-            // is multiplied.
+            // Multiplication by the factor preserves the order of
+            // magnitudes, so only the largest magnitude is multiplied.
             u32 bits = magnitude_by(by_span, __fmul_rn(most, transform.hadamard.factor));
             if (__float_as_uint(most) >= kInfinityBits) {  // rare; in this case smaller values may decide the maximum
                 bits = 0;
@@ -144,7 +144,7 @@ template <class In>
 __global__ void __launch_bounds__(256)
     column_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, int id_mask, const int* __restrict__ span_of_row,
                   int lines, int rows, int cols) {
-    constexpr int kRows = 32, kTogether = 4;  // rows of a warp, and rows that it loads at a time
+    constexpr int kRows = 32, kTogether = 4;  // number of rows per warp, and number of rows that a warp loads at a time
     const int across = ceil_div(cols, 256), down = ceil_div(rows, 8 * kRows), lane = threadIdx.x % 32;
     const int col = blockIdx.x % across * 256 + lane * 8, first = (blockIdx.x / across % down * 8 + threadIdx.x / 32) * kRows;
     const u64 matrix = blockIdx.x / across / down;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(256) spans_of_rows(const int* __restrict__ sta
         out[row] = num_groups;
         return;
     }
-    int low = 0, high = num_groups - 1;  // bisection for the last start that is not above the row
+    int low = 0, high = num_groups - 1;  // bisection for the last group whose start is not above the row
     while (low < high) {
         const int middle = (low + high + 1) / 2;
         if (__ldg(start + middle) <= row) low = middle;

@@ -1,14 +1,14 @@
-// F32 numbers as sums of three BF16 parts, for F32 GEMMs on the tensor cores. Each part is the remainder after the preceding parts, rounded
-// to nearest even. The sum of the three parts is exact for magnitudes from 2^-110 on; below that, the last parts are subnormal or lost. An
-// infinity in one operand makes the result NaN, because the infinity is multiplied by zero parts of the other operand.
+// Splits F32 numbers into sums of three BF16 parts, for F32 GEMMs on the tensor cores. Each part is the remainder after the preceding parts,
+// rounded to nearest even. The sum of the three parts is exact for magnitudes of at least 2^-110; for smaller magnitudes, the last parts are
+// subnormal or lost. An infinity in one operand makes the result NaN, because the infinity is multiplied by zero parts of the other operand.
 //
-// split_parts: out[row][i · cols + col] = part (pattern >> 2i & 3) of in[row][col], for i below count. The first part of a NaN or infinity
-//   is the value itself.
-// sum_parts: out[row][col] = the sum, over runs r in order, of the kParts (1 or 3) values in[row][r][part][col], the last part first; or
-//   this sum is added to out. The sum is in F32, rounded once to Out. cols a multiple of 4; 256 threads, 4 columns per thread; grid
-//   ceil(units / 256), units = rows · cols / 4 below 2^31; units_per_row = cols / 4.
-// cut_groups: divides each group's rows into `runs` runs of a multiple of kRunRows; the last runs may be shorter or empty. start_out
-//   [groups · runs + 1], len_out [groups · runs]. 256 threads; grid ceil((groups · runs + 1) / 256).
+// split_parts: writes `count` parts of each number side by side: out[row][i · cols + col] = part (pattern
+//   >> 2i & 3) of in[row][col], for i below count. The first part of a NaN or infinity is the value itself.
+// sum_parts: out[row][col] = the F32 sum of the kParts (1 or 3) values in[row][r][part][col], over runs r in order, the last part
+//   first. The sum replaces the old out, or is added to it, and is rounded once to Out. cols is a multiple of 4. 256 threads per CTA,
+//   4 columns per thread; the grid has ceil(units / 256) CTAs; units = rows · cols / 4 is below 2^31, and units_per_row = cols / 4.
+// cut_groups: divides each group's rows into `runs` runs of a multiple of kRunRows rows; the last runs may be shorter or empty. start_out
+//   is [groups · runs + 1], and len_out is [groups · runs]. 256 threads per CTA; the grid has ceil((groups · runs + 1) / 256) CTAs.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -17,8 +17,8 @@ namespace nib {
 
 constexpr int kPartsThreads = 256;
 
-/// Rounds four numbers to BF16, subtracts the rounded values from the numbers, and returns the rounded values.
-/// Numbers that would round to infinity are truncated instead.
+/// Rounds four numbers to BF16, subtracts the rounded values from the numbers, and returns
+/// the rounded values. Numbers that would round to infinity are truncated instead.
 __device__ __forceinline__ uint2 take_part(float (&left)[4]) {
     u32 part[4];
 #pragma unroll
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kPartsThreads)
     Y::from_f32(sum).store(to);
 }
 
-constexpr int kRunRows = 128;  // a multiple of every scale block, and of the depth of a stage
+constexpr int kRunRows = 128;  // a multiple of every scale block and of the number of rows in a GEMM's pipeline stage
 
 __global__ void __launch_bounds__(kPartsThreads)
     cut_groups(const int* __restrict__ start, const int* __restrict__ len, int* __restrict__ start_out, int* __restrict__ len_out,

@@ -1,36 +1,36 @@
-// D = A·Bᵀ over groups, with BF16 operands: the grouped GEMMs of the BF16 recipe, and of formats whose decoded values are BF16 numbers.
+// Grouped GEMM D = A·Bᵀ with BF16 operands, for the BF16 recipe and for formats whose decoded values are BF16 numbers.
 //
-// grouped_bf16_scaled: computes the same as grouped_bf16, but sums are multiplied by a_scale · b_scale before they are rounded or
-//   added. a_scale and b_scale are the operands' tensor scales (F32; null: 1), and the arithmetic is that of scale_sums.cuh. kRows:
-//   a_scale[row of A] and b_scale[row of B]; kContraction: both at the group's first row.
-// kRagged::kRows (fprop, dgrad): A is [rows][k] and B is [groups · n][k], with k % 8 == 0. Groups divide the rows of A, B and D as in
-//   grouped_fp8_block.cuh, except that a group may start at any row.
-// kRagged::kContraction (wgrad): D is a stack of matrices [m][n], one per group; A [rows][m] and B [rows][n] are multiplied over rows
-//   start[g] .. start[g] + len[g], whatever the following rows contain; m, n % 8 == 0. An empty group gives zeros.
+// grouped_bf16_scaled: the same GEMM, but the F32 sums are multiplied by a_scale · b_scale before they are rounded or added to
+//   D. a_scale and b_scale are the operands' F32 tensor scales (null: 1). scale_sums.cuh defines the arithmetic. With kRows,
+//   the scales are a_scale[row of A] and b_scale[row of B]; with kContraction, they are those of the group's first row.
+// kRagged::kRows (fprop, dgrad): A is [rows][k] and B is [groups · n][k], with k % 8 == 0. Rows start[g] .. start[g]
+//   + len[g] of A and D belong to group g, whose matrix is rows g·n .. (g+1)·n of B. A group may start at any row.
+// kRagged::kContraction (wgrad): D is a stack of matrices [m][n], one per group. The contraction of A [rows][m] and B [rows][n]
+//   runs over rows start[g] .. start[g] + len[g], whatever the following rows contain; m, n % 8 == 0. An empty group gives zeros.
 // D is BF16 (n % 8 == 0) or F32 (n % 4 == 0). With kAdds, the product is added to the old D.
 // The tensor cores' F32 accumulators sum in order of k.
 //
-// Grid, CTA, ring and waves are as in grouped_fp8_block.cuh, but without scales; a stage has 64 elements of k.
+// Grid, warp roles, ring and waves are those of grouped_fp8_block.cuh, but no warp fetches scales. A stage has 64 elements of k.
 #pragma once
 #include "pieces/products/grouped_store.cuh"
 
 namespace nib {
 
-constexpr int kDepth = 64;                        // elements of k per stage: 128 bytes of a row, or 64 rows
-constexpr int kBoxBytes = kDepth * kStageBytes;   // a box has 64 rows of 128 bytes
+constexpr int kDepth = 64;                        // elements of k per stage: a stage has 128 bytes of each row, or 64 rows
+constexpr int kBoxBytes = kDepth * kStageBytes;   // a box has 64 rows of 128 bytes each
 
 template <int kStages, int kOutBuffers, int kBoxes, class Out>
 struct SharedLayout {
     u8 a[kStages][kBlockM * kStageBytes];
     u8 b[kStages][kBlockN * kStageBytes];
-    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // sums being stored to D
+    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // sums that are being stored to D
     ptx::Barrier loaded[kMathWarps][kOutBuffers];                        // the old values of D have arrived in `out`
-    Tile tile[kStages];           // set in the first stage of a tile
+    Tile tile[kStages];           // written with the first stage of each tile
     ptx::Barrier full[kStages];   // TMA delivered the stage
-    ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with the stage
+    ptx::Barrier empty[kStages];  // the math warps of the whole cluster have finished reading the stage
 };
 
-/// Fills the ring. One warp calls this function.
+/// Fills the ring of stages with tiles of A and B. One warp calls this function.
 template <Ragged kRagged, int kStages, int kCluster, class Shared>
 __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, const TensorMap& map_b, const Groups& groups) {
     constexpr int kSlice = kBlockM / kCluster;
@@ -52,10 +52,10 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, 
         });
 }
 
-/// Starts to accumulate the product of a stage for one wave of 64 rows.
+/// Starts the WGMMAs that add the product of a stage to the sums of one wave of 64 rows.
 template <bool kTransposed>
 __device__ __forceinline__ void multiply(float (&total)[64], u32 a, u32 b) {
-    // 16 elements of k: 32 bytes of a row, or 16 rows.
+    // Each step multiplies 16 elements of k, which are 32 bytes of a row, or 16 rows.
     constexpr u32 kStep = (kTransposed ? 16 * kStageBytes : 32) / 16;
 #pragma unroll
     for (int step = 0; step < kDepth / 16; ++step)
@@ -63,8 +63,8 @@ __device__ __forceinline__ void multiply(float (&total)[64], u32 a, u32 b) {
                                                 ptx::wgmma_descriptor(b + kStep * step), true);
 }
 
-/// Zeros the rows of a stage from `rows` on, because these rows belong to another group or hold garbage. All math
-/// threads call this function.
+/// Zeros the rows of a stage from `rows` on, because those rows belong to
+/// another group or hold garbage. All math threads call this function.
 template <class Shared>
 __device__ __forceinline__ void clear_rows(Shared& shared, u32 stage, int rows, int thread) {
     constexpr int kChunks = kStageBytes / 16, kBoxes = (kBlockM + kBlockN) / 64;
@@ -78,12 +78,12 @@ __device__ __forceinline__ void clear_rows(Shared& shared, u32 stage, int rows, 
     ptx::named_barrier<1, kMathWarps * 32>();
 }
 
-/// Sums are not scaled.
+/// Policy without scales: sums are not multiplied.
 struct NoScales {
     __device__ __forceinline__ void multiply(float (&)[64], const Tile&, int) const {}
 };
 
-/// Sums are multiplied by the operands' tensor scales.
+/// Policy with tensor scales: sums are multiplied by the scales of both operands.
 template <Ragged kRagged>
 struct TensorScales {
     const float* a;  // null: all scales are 1
@@ -92,7 +92,7 @@ struct TensorScales {
 
     __device__ __forceinline__ static float at(const float* scales, int row) { return scales == nullptr ? 1.0f : __ldg(scales + row); }
 
-    /// Multiplies a wave's sums; `row` is the first of the warp's 16 rows in the tile; the tile has rows to multiply.
+    /// Multiplies the sums of a wave by the scales. `row` is the index in the tile of the first of the warp's 16 rows.
     __device__ __forceinline__ void multiply(float (&total)[64], const Tile& tile, int row) const {
         if constexpr (kRagged == Ragged::kContraction) {
             const float by = __fmul_rn(at(a, tile.k), at(b, tile.k));
@@ -106,11 +106,11 @@ struct TensorScales {
                 const int here = row + lane / 4 + half * 8;
                 of_rows[half] = here < tile.kept ? at(a, tile.row_a + here) : 0.0f;
             }
-            // total[4i + 2j + c] belongs to row lane / 4 + 8j and column 8i + 2 (lane % 4) + c.
+            // total[4i + 2j + c] is the sum for row lane / 4 + 8j and column 8i + 2 (lane % 4) + c.
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
                 float2 of_cols{1.0f, 1.0f};
-                // n is even, and so is the index of a group's first row of B.
+                // n is even, and the index of a group's first row of B is even.
                 if (b != nullptr && tile.col_d + i * 8 + right < n)
                     of_cols = __ldg(reinterpret_cast<const float2*>(b + tile.row_b + i * 8 + right));
 #pragma unroll
@@ -124,21 +124,21 @@ struct TensorScales {
     }
 };
 
-/// Consumes the stages of the ring: multiplies them, and stores finished tiles. `warp` is the index
-/// among the math warps.
+/// Multiplies the stages of the ring as they arrive, and stores
+/// finished tiles. `warp` is the index among the math warps.
 template <Ragged kRagged, int kStages, int kCluster, int kOutBuffers, int kBoxes, Adds kAdds, class Out, class Shared, class Scales>
 __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, Out* d, int n, const Scales& scales, int warp) {
     constexpr bool kTransposed = kRagged == Ragged::kContraction;
     constexpr int kNextWave = 2 * kWaveRows;
     constexpr u32 kStageA = kBlockM * kStageBytes / 16, kStageB = kBlockN * kStageBytes / 16;
     const u32 lane = ptx::lane_idx();
-    const int first_row = warp / 4 * kWaveRows;            // first row of this warpgroup's first wave, in the tile
-    const int warp_row = first_row + warp % 4 * kOutRows;  // first row of this warp
+    const int first_row = warp / 4 * kWaveRows;            // first row, in the tile, of this warpgroup's first wave
+    const int warp_row = first_row + warp % 4 * kOutRows;  // first row, in the tile, of this warp
     const auto low = [](const void* tile) {
         return kTransposed ? ptx::wgmma_descriptor_low_transposed(shared_address(tile), kBoxBytes)
                            : ptx::wgmma_descriptor_low(shared_address(tile));
     };
-    // A box has 64 rows of 128 bytes, or 64 columns; either way a wave's part of A is one box.
+    // A box has 64 rows of 128 bytes, or 64 columns. In both cases a wave's part of A is exactly one box.
     const u32 first_a = low(shared.a[0]) + warp / 4 * (kBoxBytes / 16);
     const u32 first_b = low(shared.b[0]);
     Ring<kStages> ring;
@@ -146,8 +146,8 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     constexpr int kParts = Stored::kParts;
     Stored stores(shared.out[warp], shared.loaded[warp], map_d);
     const auto release = [&](u32 stage) {
-        // As in fp8_block.cuh, a few lanes arrive for the whole warp; compute-sanitizer's racecheck does not understand
-        // this.
+        // A few lanes arrive at the barrier for the whole warp, like in fp8_block.cuh.
+        // compute-sanitizer's racecheck does not understand this pattern.
         __syncwarp();
         if (lane < kCluster) {  // lane i arrives at CTA i, which fills part of this stage
             if constexpr (kCluster == 1)
@@ -163,7 +163,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         const int blocks = ceil_div(tile.len_k, kDepth);
         const auto rows_of = [&](int part) -> Rows {
             const int row = warp_row + part / kParts * kNextWave;
-            // If there is nothing to add, `from` is past D's end: such rows are neither loaded nor stored.
+            // If nothing is added, `from` is past the end of D, so that no rows are loaded or stored.
             const int from = kAdds != Adds::kNone && blocks == 0 ? Stored::kNowhere : tile.row_a;
             return {from + row, tile.col_d, tile.matrix, tile.kept - row, tile.stored - row};
         };
@@ -219,14 +219,14 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         }
         if (blocks != 0) {
             release(done);
-            // An empty sum is zero; it must not be multiplied by the scale of a row that does not
-            // exist.
+            // A sum over no elements is zero. It must not be multiplied
+            // by the scale of a row, because that row does not exist.
             scales.multiply(total[0], tile, warp_row);
             if (both) scales.multiply(total[1], tile, warp_row + kNextWave);
         }
         const auto store = [&](float(&sums)[64], int from) {
             const Rows rows = rows_of(from);
-            // Groups of rows may end at any row.
+            // A group of rows may end at any row, not only at a multiple of the tile.
             if (kTransposed || rows.stored >= kOutRows || rows.stored <= 0) {
 #pragma unroll
                 for (int part = from; part < from + kParts; ++part) {
@@ -266,8 +266,8 @@ __device__ __forceinline__ void grouped(const TensorMap& map_a, const TensorMap&
         consume<kRagged, kStages, kCluster, kOutBuffers, kBoxes, kAdds>(shared, map_d, d, groups.n, scales, warp - 4);
         if constexpr (kRagged == Ragged::kRows) clear_tail(d, groups);
     }
-    // A peer may still arrive at this CTA's barriers or multicast into its ring, so no CTA exits before all CTAs
-    // of the cluster are done.
+    // Other CTAs of the cluster may still arrive at this CTA's barriers or multicast
+    // into its ring, so no CTA exits before all CTAs of the cluster have finished.
     if constexpr (kCluster != 1) ptx::cluster_sync();
 }
 

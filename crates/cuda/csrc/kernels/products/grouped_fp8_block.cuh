@@ -1,25 +1,25 @@
-// D = A·Bᵀ over groups, with FP8 operands and block scales: the expert layer's GEMMs in fprop, dgrad and wgrad.
+// Grouped GEMM D = A·Bᵀ with FP8 operands and block scales: the expert layer's GEMMs in fprop, dgrad and wgrad.
 //
 // kRagged::kRows (fprop, dgrad): rows start[g] .. start[g] + len[g] of A and D belong to group g, whose matrix is rows g·n .. (g+1)·n of
 //   B. Starts are multiples of 128. Rows of D outside all groups are written as zeros.
-// kRagged::kContraction (wgrad): D is a stack of matrices [m][n], one per group; A [m][k] and B [n][k] are multiplied over columns
-//   start[g] .. start[g] + len[g], rounded up to 128: codes past len are zeros. An empty group gives zeros.
+// kRagged::kContraction (wgrad): D is a stack of matrices [m][n], one per group. The contraction of A [m][k] and B [n][k] runs over
+//   columns start[g] .. start[g] + len[g]; the length is rounded up to 128, and codes past len[g] are zeros. An empty group gives zeros.
 //
-// A  codes [rows][k], k contiguous, k % 16 == 0; 1x128 scales. kA, kB: the elements of A and B, E4M3 or E5M2.
-// B  codes [rows][k];                            128x128, 32x128 or 1x128 scales (kScalesB).
-//    A scale is F32 or an E8M0 byte. The scale of a row and a block along the contraction is at row * row_stride + block * block_stride.
-// D  BF16 or F32, overwritten or, with kAdds, accumulated to; kTransposed: [n][m] instead. Its rows are multiples of 16 bytes.
+// A: codes [rows][k], k contiguous, k % 16 == 0, with 1x128 scales. kA and kB are the elements of A and B: E4M3 or E5M2.
+// B: codes [rows][k], with 128x128, 32x128 or 1x128 scales (kScalesB).
+//    A scale is F32 or an E8M0 byte. The scale of block `block` (along the contraction) of row `row` is at row * row_stride + block * block_stride.
+// D: BF16 or F32. The product overwrites D, or is added to it (kAdds). kTransposed: D is [n][m]. The rows of D are multiples of 16 bytes.
 //
-// Arithmetic: the tensor cores multiply 128 elements of K; then total = fma(scale_a * scale_b, partial, total) in F32 on the CUDA cores,
-// because Hopper's FP8 accumulators keep too few bits for a longer sum. The order of the sums is fixed, so every run gives the same
-// bits.
+// Arithmetic: the tensor cores multiply 128 elements of k. Then the CUDA cores compute total =
+// fma(scale_a * scale_b, partial, total) in F32, because Hopper's FP8 accumulators have too
+// few bits for a longer sum. The order of the sums is fixed, so every run gives the same bits.
 //
-// Grid: persistent, one CTA per SM; the kCluster CTAs of a cluster take adjacent columns and share the rows of A.
-// CTA: three warpgroups. In the first warpgroup, one warp moves tiles with TMA into a ring of stages, and two or three warps fetch the
-// scales. The other two warpgroups multiply in waves of 64 rows: one takes the waves that start at rows 0 and 128, the other the waves
-// that start at rows 64 and 192. So both warpgroups share a tile with few rows, and rows past a group's end cost nothing. Finished sums are
-// stored, part by part, while the tensor cores work on the next product, which accumulates in other registers.
-// Shared memory is laid out by SharedLayout of fp8_block.cuh; the launch requests 1024 bytes more, for alignment.
+// Grid: persistent CTAs, one per SM. The kCluster CTAs of a cluster compute adjacent column tiles and share the rows of A.
+// CTA: three warpgroups. In the first warpgroup, one warp loads tiles with TMA into a ring of stages, and two or three warps fetch
+// the scales. The other two warpgroups multiply in waves of 64 rows: one computes the waves that start at rows 0 and 128, the other
+// those that start at rows 64 and 192. So both warpgroups share the work of a tile with few rows, and rows past a group's end cost
+// no time. Finished sums are stored in parts, while the tensor cores compute the next product, which accumulates in other registers.
+// SharedLayout of fp8_block.cuh defines the layout of shared memory; the launch requests 1024 bytes more, for alignment.
 #pragma once
 #include "pieces/products/fp8_block.cuh"
 
@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(384, 1)
         consume<kA, kB, kRagged, kStages, kCluster, kOutBuffers, kBoxes, kScalesB, kAdds, kTransposed, Out>(shared, map_d, warp - 4);
         if constexpr (kRagged == Ragged::kRows) clear_tail(d, groups);
     }
-    // A peer may still arrive at this CTA's barriers or multicast into its ring, so no CTA exits before all CTAs
-    // of the cluster are done.
+    // Other CTAs of the cluster may still arrive at this CTA's barriers or multicast
+    // into its ring, so no CTA exits before all CTAs of the cluster have finished.
     if constexpr (kCluster != 1) ptx::cluster_sync();
 }
 

@@ -1,20 +1,20 @@
-// The fprop GEMM of grouped_fp8_block.cuh for many short groups. The operands, arithmetic and results are the same
-// (E4M3, kRagged::kRows, 128x128 scales of B), but the order of tiles and the use of the ring differ.
+// The grouped FP8 GEMM for fprop with many short groups. Operands, arithmetic and results are those of
+// grouped_fp8_block.cuh (E4M3, kRagged::kRows, 128x128 scales of B), but the order of tiles and the use of the ring differ.
 //
-// Tiles of short groups stream B from memory; tiles of long groups keep the tensor cores busy. Both kinds of tiles are
-// interleaved (grouped_mixed_schedule.cuh), so that memory and tensor cores are always busy. If a tile has rows for one
-// wave only, a stage holds two blocks of the contraction, so that twice as many bytes are in flight. B of a short group
-// is read only once, so its loads make the L2 evict it first.
+// A tile of a short group is limited by reading B from memory; a tile of a long group is limited by the tensor
+// cores. grouped_mixed_schedule.cuh interleaves both kinds of tiles, so that memory and tensor cores are always
+// busy. If a tile has rows for only one wave, a stage holds two blocks of the contraction, so that twice as
+// many bytes are in flight. B of a short group is read only once, so its loads use the L2 policy evict-first.
 //
-// Grid, CTA and shared memory are as in grouped_fp8_block.cuh, except that one warp finds the tiles for the other
-// warps, and A is loaded in waves of 64 rows.
+// The grid, the warp roles and shared memory are those of grouped_fp8_block.cuh, except
+// that one warp finds the tiles for the other warps, and A is loaded in waves of 64 rows.
 #pragma once
 #include "pieces/products/fp8_block.cuh"
 #include "pieces/products/grouped_mixed_schedule.cuh"
 
 namespace nib {
 
-/// Readers of the tile queue: the warp that fills the ring with codes, and two warps for scales.
+/// The warps that read the tile queue: one warp fills the ring with codes, and two warps load scales.
 constexpr int kMixedReaders = 1 + scale_warps(ScalesOfB::kTile);
 
 template <int kStages, int kOutBuffers, int kBoxes, class Out>
@@ -24,8 +24,8 @@ struct MixedLayout : SharedLayout<kStages, kOutBuffers, kBoxes, ScalesOfB::kTile
     TileQueue<kMixedReaders> queue;
 };
 
-/// Fills the ring with codes. The CTAs of the cluster take turns at loading the waves of A's rows, or the two
-/// blocks of a pair. One warp calls this function.
+/// Fills the ring with codes. The CTAs of the cluster take turns in loading the waves
+/// of A's rows, or the two blocks of a paired stage. One warp calls this function.
 template <int kStages, int kCluster, class Shared>
 __device__ __forceinline__ void produce_mixed(Shared& shared, const TensorMap& map_a, const TensorMap& map_b) {
     constexpr u32 kWaveBytes = kWaveRows * kBlockK, kBytesB = kBlockN * kBlockK;
@@ -72,10 +72,10 @@ __device__ __forceinline__ void produce_mixed(Shared& shared, const TensorMap& m
     } while (tile.len_k >= 0);
 }
 
-/// Runs in the scale warps: fetches scales for four stages at a time and puts them into the ring. `thread` is the index
-/// within the scale warps. A thread loads the scales of four rows and four blocks of a tile. A paired tile has eight
-/// blocks in four stages, and rows for 16 threads: the first 16 threads load the first four blocks, the next 16 threads
-/// the other four.
+/// The scale warps call this function. It fetches scales for four stages at a time and puts them into the
+/// ring. `thread` is the index within the scale warps. A thread loads the scales of four rows and four
+/// blocks of a tile. A paired tile has eight blocks in four stages, and few enough rows for 16 threads:
+/// the first 16 threads load the first four blocks, and the next 16 threads load the last four blocks.
 template <typename FourRows<4>::Layout kLayout, int kStages, class Shared>
 __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales_a, const Scales& scales_b, const Groups& groups,
                                             int thread) {
@@ -103,10 +103,10 @@ __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales
         const int row_b = (tile.row_b - tile.col_d) / groups.n * rows_b + min(tile.col_d / kBlockN, rows_b - 1);
         const bool paired = Shared::is_paired(tile);
         const int row = paired ? thread * 4 % kWaveRows : thread * 4;
-        // Offset of this thread's four blocks within the eight blocks.
+        // Position of this thread's four blocks within the eight blocks.
         const int later = paired ? thread / 16 % 2 * kAhead : 0;
         const bool busy = !paired || thread < 32;
-        u32 of_b = 0;  // B's scales of 32 blocks, one per lane
+        u32 of_b = 0;  // the scales of B for 32 blocks, one scale per lane
         for (int from = 0; from < blocks; from += paired ? 2 * kAhead : kAhead) {
             if (from % 32 == 0) of_b = scales_b.load(row_b, min(from + lane, last));
             if (busy) mine.load(tile.row_a + row, min(from + later, last / kAhead * kAhead), from, last);
@@ -118,8 +118,8 @@ __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales
 #pragma unroll
             for (int ahead = 0; ahead < kAhead; ++ahead) {
                 if (paired) {
-                    // The stage's blocks are two of this thread's four blocks, or two of another
-                    // thread's.
+                    // The two blocks of this stage are either two of this
+                    // thread's four blocks, or two blocks of another thread.
                     if (from + 2 * ahead >= blocks) break;
                     const int first = ahead % 2 * 2;
                     const float4 one = scaled(first, from + later + first), two = scaled(first + 1, from + later + first + 1);
@@ -140,7 +140,7 @@ __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales
     }
 }
 
-/// Finds the layout of A's scales at run time and calls the instance for that layout.
+/// Determines the layout of A's scales at run time, and calls the template instance for that layout.
 template <int kStages, class Shared>
 __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales_a, const Scales& scales_b, const Groups& groups,
                                             int thread) {
@@ -181,8 +181,8 @@ __global__ void __launch_bounds__(384, 1)
         consume<kE4m3, kE4m3, Ragged::kRows, kStages, kCluster, kOutBuffers, kBoxes, ScalesOfB::kTile, Adds::kNone, false, Out>(shared, map_d, warp - 4);
         clear_tail(d, groups);
     }
-    // A peer may still arrive at this CTA's barriers or multicast into its ring, so no CTA exits before all CTAs
-    // of the cluster are done.
+    // Other CTAs of the cluster may still arrive at this CTA's barriers or multicast
+    // into its ring, so no CTA exits before all CTAs of the cluster have finished.
     if constexpr (kCluster != 1) ptx::cluster_sync();
 }
 

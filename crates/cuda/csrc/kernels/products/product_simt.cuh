@@ -1,14 +1,14 @@
-// D = A·Bᵀ, dense or over groups, of any two operands, on the CUDA cores. The kernel serves F32 GEMMs, and cases that the
-// tensor-core kernels do not support (odd sizes, rare pairs of formats).
+// GEMM D = A·Bᵀ of any two operands, dense or grouped, on the CUDA cores. It serves F32 GEMMs,
+// and cases that the tensor-core kernels do not support (odd sizes, rare pairs of formats).
 //
-// An operand is F32, BF16 or codes (E4M3, E5M2, or two E2M1 codes per byte) with one scale per block along the contraction.
-// Element (row, k) is at row * row_stride + k * k_stride elements; one of the strides is 1. kRagged is as in
-// grouped_fp8_block.cuh; groups of plain operands may start at any row. Rows of D outside all groups are not written. Sums are
-// F32, in order of k. Each block's dot product is summed, then total = fma(scale_a * scale_b, dot, total). Plain operands are
-// treated likewise, in blocks of 128 with scales of 1.
+// An operand is F32, BF16, or codes (E4M3, E5M2, or two E2M1 codes per byte) with one scale per block along the
+// contraction. Element (row, k) is at row * row_stride + k * k_stride elements; one of the strides is 1.
+// grouped_fp8_block.cuh explains kRagged; groups of F32 or BF16 operands may start at any row. Rows of D outside all
+// groups are not written. Sums are F32, in order of k. The kernel sums the dot product of each block, then computes total
+// = fma(scale_a * scale_b, dot, total). F32 and BF16 operands are treated likewise, in blocks of 128 with scales of 1.
 //
-// Grid: tiles of columns, then tiles of rows (kRows: up to rows / 64 + groups, some of which are idle), then groups
-// (kContraction).
+// Grid: the CTA index runs over tiles of columns first, then over tiles of rows (kRows:
+// up to rows / 64 + groups tiles, some of them idle), then over groups (kContraction).
 // CTA: 256 threads compute 64 x 64 outputs, 4 x 4 per thread.
 #pragma once
 #include "formats/e2m1.cuh"
@@ -19,7 +19,7 @@
 namespace nib {
 
 constexpr int kSimtTile = 64;
-constexpr int kSimtStep = 32;  // elements of k per step; divides every block
+constexpr int kSimtStep = 32;  // elements of k per step; a divisor of every block size
 constexpr int kSimtThreads = 256;
 
 enum Stored { kStoredF32, kStoredBf16, kStoredE4m3, kStoredE5m2, kStoredE2m1 };
@@ -28,14 +28,14 @@ enum Stored { kStoredF32, kStoredBf16, kStoredE4m3, kStoredE5m2, kStoredE2m1 };
 struct Side {
     const void* values;
     long long row_stride, k_stride;
-    Scales scales;  // null if the operand is plain
-    int stored;     // a value of Stored
-    int tile_rows;  // rows that share a scale: 1, or the size of a 2-D block
+    Scales scales;  // null if the operand is F32 or BF16
+    int stored;     // the element type, a value of the enum Stored
+    int tile_rows;  // number of rows that share a scale: 1, or the size of a 2-D block
 };
 
 __device__ __forceinline__ float decode_e5m2(u32 code) {
-    // The exponent biases differ by 112; infinities and NaN have the largest exponent in both
-    // formats.
+    // The exponent biases of the two formats differ by 112. In
+    // both formats, infinities and NaN have the largest exponent.
     const float finite = __fmul_rn(__uint_as_float((code & 0x7F) << 21), 5.192296858534828e33f);
     const u32 magnitude = (code & 0x7C) == 0x7C ? kInfinityBits | (code & 3) << 21 : __float_as_uint(finite);
     return __uint_as_float(magnitude | (code & 0x80) << 24);
@@ -63,7 +63,7 @@ __device__ __forceinline__ float element<StoredCodes>(const Side& side, long lon
     return (code & 0x7F) == 0x7F ? __uint_as_float(kNanBits) : E4m3::decode(code);
 }
 
-/// Loads a 64 x 32 piece of an operand into shared memory, k outermost, with zeros outside the operand.
+/// Loads 64 rows by 32 elements of k of an operand into shared memory, k outermost, with zeros outside the operand.
 template <class Element>
 __device__ __forceinline__ void load_piece(float (&piece)[kSimtStep][kSimtTile + 1], const Side& side, int row, int rows, int k,
                                            int end) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_piece(float (&piece)[kSimtStep][kSimtTile +
     }
 }
 
-/// The scale of a row's block; 1 for a plain operand or outside the operand.
+/// Returns the scale of a block of a row; 1 for an F32 or BF16 operand, or outside the operand.
 __device__ __forceinline__ float scale_of(const Side& side, int scale_row, bool inside, int block) {
     return side.scales.values == nullptr || !inside ? 1.0f : side.scales.decode(side.scales.load(scale_row, block));
 }
@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(kSimtThreads)
     if (kRagged == Ragged::kContraction) {
         const auto rows = groups.span(group, groups.k);
         start = rows.first;
-        // All values of the last block are used, because a Hadamard transform may have made its
-        // padding non-zero.
+        // All values of the last block take part, because a Hadamard
+        // transform may have made the padding of the block non-zero.
         len = a.scales.values == nullptr ? rows.len : min(ceil_div(rows.len, block) * block, rows.padded);
     } else if (groups.start != nullptr) {
         for (group = 0;; ++group) {
@@ -108,11 +108,11 @@ __global__ void __launch_bounds__(kSimtThreads)
         }
     }
     const bool by_rows = kRagged == Ragged::kRows;
-    const int row = tile * kSimtTile, col = int(blockIdx.x) % tiles_n * kSimtTile;  // position in the group's D
+    const int row = tile * kSimtTile, col = int(blockIdx.x) % tiles_n * kSimtTile;  // position of this CTA's outputs within the group's D
     const int rows = min((by_rows ? len : groups.m) - row, kSimtTile), cols = min(groups.n - col, kSimtTile);
     const int row_a = by_rows ? start + row : row, row_b = by_rows ? group * groups.n + col : col;
     const int from = by_rows ? 0 : start, end = by_rows ? groups.k : start + len;
-    // A 2-D block never extends from one matrix of a stack to the next.
+    // A 2-D block never extends from one matrix of a stack to the next matrix.
     const int first_b = by_rows ? group * ceil_div(groups.n, b.tile_rows) : 0;
     const int x = threadIdx.x % 16, y = threadIdx.x / 16;
 

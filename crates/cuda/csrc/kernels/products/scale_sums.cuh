@@ -1,10 +1,10 @@
 // Multiplies F32 sums of products by the operands' tensor scales, and writes D in BF16 or F32.
 //
-// scale_sums<Out>: sums, d [rows][cols]; d = sums · (a_scale · b_scale), or d + sums · (a_scale · b_scale), rounded once.
-//   contraction 0: a_scale[row]; b_scale[column], or with groups b_scale[group * cols + column]; rows outside all groups become zeros.
-//   contraction 1: d is `groups` matrices; both scales are those of the first row of the matrix's group, of `capacity` rows.
+// scale_sums<Out>: sums and d are [rows][cols]. d = sums · (a_scale · b_scale), or d + sums · (a_scale · b_scale), rounded once.
+//   With contraction = 0: a_scale[row]; b_scale[column], or with groups b_scale[group * cols + column]. Rows outside all groups become zeros.
+//   With contraction = 1: d has `groups` matrices of all `rows` rows. The scales of a matrix are those of its group's first row; `capacity` rows exist.
 //   a_scale, b_scale: null if the operand has no tensor scale. start, len: the groups of rows (null: all rows are one group). 256
-//   threads; grid ceil(rows * segments / 8), where `by_segments` divides by segments = ceil(cols / 512).
+//   threads per CTA; the grid has ceil(rows * segments / 8) CTAs; segments = ceil(cols / 512), and `by_segments` divides by it.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -23,13 +23,13 @@ struct ScaledSums {
     int contraction, accumulate;
 };
 
-constexpr int kSegment = 512;  // columns per warp
+constexpr int kSegment = 512;  // number of columns per warp
 
-/// The scale of a row; 1 if the operand has no tensor scale.
+/// Returns the scale of a row, or 1 if the operand has no tensor scale.
 __device__ __forceinline__ float scale_of(const float* scales, u64 row) { return scales == nullptr ? 1.0f : __ldg(scales + row); }
 
-/// The scales of a row: a common factor for its sums, and b's scale of each column if columns have their own
-/// scales.
+/// The scales of a row of D: a common factor for all its sums, and the
+/// scale of each column of B, if columns have scales of their own.
 struct RowScale {
     float of_row;
     const float* of_cols;  // null: each scale is 1
@@ -46,7 +46,7 @@ struct RowScale {
         int low = 0;
         bool counted = true;
         if (arg.start != nullptr) {
-            for (int high = arg.groups - 1; low < high;) {  // bisection for the last start that is not above the row
+            for (int high = arg.groups - 1; low < high;) {  // bisection for the last group whose start is not above the row
                 const int middle = (low + high + 1) / 2;
                 if (__ldg(arg.start + middle) <= row) low = middle;
                 else high = middle - 1;

@@ -1,5 +1,5 @@
-// Extends groups to whole blocks: out[g] = len[g] rounded up to `align`, but not past the start of the next group. 256
-// threads; grid ceil(groups / 256).
+// Rounds the length of each group up to whole blocks: out[g] = len[g] rounded up to `align`, but
+// not past the start of the next group. 256 threads per CTA; the grid has ceil(groups / 256) CTAs.
 #pragma once
 #include "ptx/types.cuh"
 
