@@ -1,19 +1,19 @@
-// Assembly of the keys and values of multi-head latent attention, and its backward pass.
+// Assembles the keys and values of multi-head latent attention, and computes the backward pass of this assembly.
 //
-// All widths are in units of kCount numbers. A unit is 16 bytes of T (Bf16 or F32) if all widths are multiples of 16 bytes; otherwise
-// kCount is 1. A head's own part of the key has `key_units` units, and its value has `value_units`. All heads share the other part of the
-// key, which is rotated (RoPE); half of this part has `half_units` units. table [positions, 2 * half] F32, half = half_units * kCount:
-// cosines, then sines, from the first position on. A thread copies a unit in up to kAssembleHeads heads: g, g + head_groups, ...,
-// head_groups = ceil(heads / kAssembleHeads). There are fewer than 2^31 tasks, and fewer than 2^31 warps. 256 threads.
+// All widths count units of kCount numbers. A unit is 16 bytes of T (Bf16 or F32) if all widths are multiples of 16 bytes; otherwise kCount is
+// 1. Each head has its own part of the key, `key_units` units wide, and its own value, `value_units` units wide. All heads share the other part
+// of the key, which is rotated (RoPE); half of this part has `half_units` units. table [positions, 2 * half] is F32, half = half_units *
+// kCount; each row has cosines, then sines, from the first position on. A thread copies one unit in up to kAssembleHeads heads: g, g +
+// head_groups, ..., head_groups = ceil(heads / kAssembleHeads). There are fewer than 2^31 tasks and fewer than 2^31 warps. 256 threads per CTA.
 //
-// assemble_kv<T, kCount>: up [rows, heads * (key + value)], shared [rows, 2 * half] -> k [rows, heads * (key + 2 * half)], v [rows, heads *
-//   value]. Some threads copy a head's own units. All other threads rotate a unit of each half of the shared key and write both units to up
-//   to kAssembleHeads heads.
-//   tasks = rows * head_groups * (key_units + value_units + half_units); grid ceil(tasks / 256).
-// assemble_kv_backward<T, kCount>: dk, dv -> dup, dshared. The first sum_ctas CTAs sum over heads: a warp has four units of each half of a
-//   row, with eight lanes per unit. A lane starts at zero and adds heads j, j + 8, ...; by_chunks divides by chunks = ceil(half_units / 4).
-//   The lanes' sums are added across lanes 4, 2 and 1 apart, rotated back and rounded once. CTAs after the first sum_ctas copy the heads'
-//   own units: tasks = rows * head_groups * (key_units + value_units). The grid is sum_ctas + ceil(tasks / 256).
+// assemble_kv<T, kCount>: reads up [rows, heads * (key + value)] and shared [rows, 2 * half], and writes k [rows,
+//   heads * (key + 2 * half)] and v [rows, heads * value]. Some threads copy a head's own units. All other
+//   threads rotate one unit of each half of the shared key, and write both units to up to kAssembleHeads heads.
+//   The grid has ceil(tasks / 256) CTAs; tasks = rows * head_groups * (key_units + value_units + half_units).
+// assemble_kv_backward<T, kCount>: reads dk and dv, and writes dup and dshared. The first sum_ctas CTAs sum over heads. In these CTAs a warp
+//   has four units of each half of a row, with eight lanes per unit. A lane starts at zero and adds heads j, j + 8, ...; by_chunks divides by
+//   chunks = ceil(half_units / 4). The lanes' sums are added across lanes that are 4, 2 and 1 apart, rotated back, and rounded once. All later
+//   CTAs copy the heads' own units: tasks = rows * head_groups * (key_units + value_units). The grid has sum_ctas + ceil(tasks / 256) CTAs.
 #pragma once
 #include "pieces/norm/turn.cuh"
 
@@ -21,19 +21,19 @@ namespace nib {
 
 constexpr int kAssembleThreads = 256;
 constexpr int kAssembleHeads = 4;
-constexpr u32 kHeadSums = 8;   // partial sums over heads, each in one lane
-constexpr u32 kSumWarpUnits = 4;   // units that a warp sums
-constexpr int kSumInFlight = 4;  // heads per lane whose loads are in flight
+constexpr u32 kHeadSums = 8;   // number of partial sums over heads; each is computed by one lane
+constexpr u32 kSumWarpUnits = 4;   // number of units that a warp sums
+constexpr int kSumInFlight = 4;  // number of heads per lane whose loads are in flight
 
-/// The sizes of a call to assemble_kv or assemble_kv_backward. `units`: the units per head that are
-/// counted in tasks.
+/// The sizes of a call to assemble_kv or assemble_kv_backward.
+/// `units` is the number of units per head for which there are tasks.
 struct AssembleSizes {
     u32 rows, tasks, units, head_groups, heads;
     u32 key_units, value_units, half_units;
     Divider by_units, by_groups;
 };
 
-/// The work of a thread: unit `unit` of row `row`, in the heads of group `group`.
+/// The work of a thread: unit `unit` of row `row` in the heads of group `group`.
 struct AssembleTask {
     u32 unit, row, group;
 
@@ -51,8 +51,8 @@ struct AssembleTask {
     }
 };
 
-/// Copies one of a head's own units between `up`, where the head's key lies before its value, and k
-/// or v.
+/// Copies one of a head's own units between `up` and k or
+/// v. In `up` a head's key lies before its value.
 template <typename X, bool kBack>
 __device__ __forceinline__ void copy_own(const AssembleTask& task, const AssembleSizes& s, const u8* from_up, const u8* from_k, const u8* from_v,
                                          u8* to_up, u8* to_k, u8* to_v) {

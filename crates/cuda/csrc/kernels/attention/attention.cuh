@@ -1,29 +1,29 @@
-// Attention with grouped query heads on the CUDA cores, causal or over the whole sequence: any sequence length, heads of up to kDim elements, F32 or BF16.
+// Attention with grouped query heads on the CUDA cores, causal or not. It supports any sequence length, heads of up to kDim elements, F32 and BF16.
 //
-// attention<T, kDim, kCausal, kWindowed, kSinks>: q [t, heads · head_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim], out [t, heads ·
-//   value_dim], of type T; lse [t, heads], natural logarithms. kDim: at least head_dim and value_dim. kCausal: query i sees no key after
-//   key i; otherwise it sees all keys of its sequence, and kWindowed is false. kWindowed: query i of a sequence sees
-//   the keys from first_key[i] on, and first_key never decreases; tiles of keys before the first key of the CTA's first query are skipped.
-//   kSinks: F32 `sinks` [heads], attention sinks that are added to each query's softmax sum.
-//   256 threads; grid ceil(seq_len / 64) · heads · sequences, CTAs with the most keys first; dynamic shared memory (2 · kDim + 64) · 68 · 4
-//   bytes. A CTA has 64 queries of a head. A CTA loops over the keys of its queries 64 at a time, in order, with an online softmax (Milakov
-//   and Gimelshein). All arithmetic is F32; the softmax weights P are not rounded.
+// attention<T, kDim, kCausal, kWindowed, kSinks>: q is [t, heads · head_dim], k [t, kv_heads · head_dim], v [t, kv_heads ·
+//   value_dim], and out [t, heads · value_dim], all of type T; lse [t, heads] has natural logarithms. kDim is at least head_dim and
+//   value_dim. kCausal: query i sees no key after key i; without kCausal, it sees all keys of its sequence, and kWindowed is false.
+//   kWindowed: query i of a sequence sees the keys from first_key[i] on, and first_key never decreases. The CTA skips tiles of keys
+//   before the first key of its first query. kSinks: the F32 attention sinks `sinks` [heads] are added to each query's softmax sum.
+//   256 threads per CTA; the grid has ceil(seq_len / 64) · heads · sequences CTAs, and CTAs with the most keys start first.
+//   Dynamic shared memory: (2 · kDim + 64) · 68 · 4 bytes. A CTA has 64 queries of a head. It loops over their keys, 64 at a time,
+//   in order, with an online softmax (Milakov and Gimelshein). All arithmetic is F32; the softmax weights P are not rounded.
 #pragma once
 #include "math/log.cuh"
 #include "pieces/attention/attention_tile.cuh"
 
 namespace nib {
 
-constexpr int kQueries = 64;  // queries per CTA, and keys per tile
+constexpr int kQueries = 64;  // number of queries per CTA, and of keys per tile
 
 template <int kDim>
 struct AttentionShared {
     float q[kDim * stride_of<kQueries>()];
-    float kv[kDim * stride_of<kQueries>()];  // a tile of keys, then the tile's values
+    float kv[kDim * stride_of<kQueries>()];  // first a tile of keys, then the values of the same tile
     float weights[kQueries * stride_of<kQueries>()];
 };
 
-/// Whether the query sees the key; windows are not considered.
+/// Returns whether the query sees the key. Windows are not considered.
 template <bool kCausal>
 __device__ __forceinline__ bool sees(int query, int key, int seq_len) {
     return kCausal ? key <= query : key < seq_len;
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
 #pragma unroll
             for (int lanes = 1; lanes < 16; lanes *= 2)
                 highest = ptx::max_or_nan(highest, __shfl_xor_sync(kAllLanes, highest, lanes));
-            // `highest` is -infinity if the window begins after this tile: no key has been seen so
-            // far, and all weights are 0.
+            // `highest` is -infinity if the window begins after this tile.
+            // Then no key has been seen so far, and all weights are 0.
             const float base = kWindowed && highest == -infinity() ? 0.0f : highest;
             float seen = 0.0f;
 #pragma unroll

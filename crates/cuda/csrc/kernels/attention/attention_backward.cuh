@@ -1,16 +1,16 @@
-// The backward pass of attention on the CUDA cores, causal or over the whole sequence: any sequence length, heads of up to kDim elements, F32 or BF16.
+// The backward pass of attention on the CUDA cores, causal or not. It supports any sequence length, heads of up to kDim elements, F32 and BF16.
 //
-// Both kernels: q [t, heads · head_dim], dout [t, heads · value_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim] of type T,
-//   head_dim and value_dim at most kDim; lse and delta as `attention_rows` writes them, with factor 1. Each kernel computes P = exp(q·k -
-//   lse) and dS = P · (dout·v - delta) itself, so that neither kernel adds to sums of the other.
-//   256 threads; tiles of kRows queries and keys; dynamic shared memory (4 · kDim + 2 · kRows) · (kRows + 4) · 4 bytes.
-// kCausal: query i sees no key after key i; otherwise it sees all keys of its sequence, and kWindowed is false.
-// kWindowed: query i of a sequence sees the keys from first_key[i] on, and the queries before end_query[j] see key j. Neither array
-//   decreases. So tiles before the first key of a CTA's first query, and tiles after the last query of a CTA's last key, are skipped.
-// attention_backward_q<T, kDim, kRows, kCausal, kWindowed>: dq = scale · dS · k. Grid ceil(seq_len / kRows) · heads · sequences, CTAs with the most
-//   keys first.
-// attention_backward_kv<T, kDim, kRows, kCausal, kWindowed>: dv = Pᵀ · dout and dk = scale · dSᵀ · q, summed over the group's query heads in order
-//   and over each head's queries in order. Grid ceil(seq_len / kRows) · kv_heads · sequences, CTAs with the most queries first.
+// Both kernels read q [t, heads · head_dim], dout [t, heads · value_dim], k [t, kv_heads · head_dim] and v [t, kv_heads · value_dim],
+//   of type T; head_dim and value_dim are at most kDim. They also read lse and delta, which `attention_rows` writes with factor 1.
+//   Each kernel computes P = exp(q·k - lse) and dS = P · (dout·v - delta) itself, so that neither kernel adds to sums of the other.
+//   256 threads per CTA, tiles of kRows queries by kRows keys. Dynamic shared memory: (4 · kDim + 2 · kRows) · (kRows + 4) · 4 bytes.
+// kCausal: query i sees no key after key i. Without kCausal, it sees all keys of its sequence, and kWindowed is false.
+// kWindowed: query i of a sequence sees the keys from first_key[i] on, and key j is seen by the queries before end_query[j]. Neither array
+//   decreases. So a CTA skips tiles of keys before the first key of its first query, and tiles of queries after the last query of its last key.
+// attention_backward_q<T, kDim, kRows, kCausal, kWindowed>: dq = scale · dS · k. The grid has
+//   ceil(seq_len / kRows) · heads · sequences CTAs, and CTAs with the most keys start first.
+// attention_backward_kv<T, kDim, kRows, kCausal, kWindowed>: dv = Pᵀ · dout and dk = scale · dSᵀ · q, summed in order over the group's query heads
+//   and, within a head, over queries. The grid has ceil(seq_len / kRows) · kv_heads · sequences CTAs, and CTAs with the most queries start first.
 #pragma once
 #include "pieces/attention/attention_tile.cuh"
 
@@ -34,7 +34,7 @@ __device__ __forceinline__ void clear(float (&sum)[kOwn][kCols]) {
         for (int c = 0; c < kCols; ++c) sum[i][c] = 0.0f;
 }
 
-/// Replaces the score of a query and a key by P, and `dp`, which is dout·v, by dS.
+/// Replaces the score of a query and a key by P, and replaces `dp`, which holds dout·v, by dS.
 __device__ __forceinline__ void score_grad(float& score, float& dp, bool seen, float lse, float delta) {
     score = seen ? exp_or_nan(score - lse) : 0.0f;
     dp = seen ? score * (dp - delta) : 0.0f;

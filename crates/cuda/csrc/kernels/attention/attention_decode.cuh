@@ -1,11 +1,11 @@
-// Attention of one query per head over the keys and values in a cache, on the CUDA cores: heads of up to 256 elements, F32 or BF16.
+// Decoding attention on the CUDA cores: one query per head attends to the keys and values in a cache. Heads have up to 256 elements, F32 or BF16.
 //
-// attention_decode<T, kSinks>: q [kv_heads * group * head_dim], k [keys or more, kv_heads * head_dim], v [keys or more, kv_heads *
-//   value_dim], out [kv_heads * group * value_dim], all of type T. Query head h attends with head h / group of k and v; scores are
-//   multiplied by `scale`. kSinks: F32 `sinks` [heads], attention sinks that are added to each head's softmax sum.
-//   256 threads; one CTA per query head; dynamic shared memory 4 * keys bytes for the weights. All arithmetic is F32.
-//   Each warp computes the score of one key at a time; a fixed tree adds the lanes' partial sums. The sum of the weights and the sums of
-//   values consist of fixed partial sums, which are added in order. So the result's bits do not depend on the device.
+// attention_decode<T, kSinks>: q is [kv_heads * group * head_dim], k [at least `keys` rows, kv_heads * head_dim], v [at least `keys`
+//   rows, kv_heads * value_dim], and out [kv_heads * group * value_dim], all of type T. Query head h attends with head h / group of
+//   k and v; scores are multiplied by `scale`. kSinks: the F32 attention sinks `sinks` [heads] are added to each head's softmax sum.
+//   256 threads per CTA, one CTA per query head. The weights take 4 * keys bytes of dynamic shared memory. All arithmetic is F32.
+//   Each warp computes the score of one key at a time; a fixed tree adds the lanes' partial sums. The sum of the weights and the sums
+//   of the values consist of fixed partial sums, which are added in a fixed order, so the result's bits do not depend on the device.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/exp.cuh"
@@ -19,14 +19,14 @@ constexpr int kDecodeThreads = 256;
 constexpr int kDecodeWarps = kDecodeThreads / 32;
 constexpr int kLargestHead = 256;
 
-/// Element i of a buffer, as F32.
+/// Returns element i of a buffer as F32.
 template <class T>
 __device__ __forceinline__ float plain_at(const u8* from, u64 i) {
     return Few<T, 1>::load(from + i * T::kBytes).value(0);
 }
 
-/// Combines the values of all threads: a fixed tree within each warp, then the warps in order. Every thread must call
-/// this function, and every thread gets the result.
+/// Combines the values of all threads: first by a fixed tree within each warp, then warp by
+/// warp in order. Every thread must call this function, and every thread gets the result.
 template <class Combine>
 __device__ __forceinline__ float over_cta(float mine, float (&warps)[kDecodeWarps], Combine combine) {
 #pragma unroll
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
     float less = 1.0f;
     if constexpr (kSinks) less = add_sink(__ldg(sinks + head), max, sum);
 
-    // Each element of the output has `runs` threads; each thread takes every `runs`-th key.
+    // Each element of the output has `runs` threads; each of them processes every `runs`-th key.
     const u32 width = (value_dim + 31) / 32 * 32, runs = kDecodeThreads / width;
     const u32 run = thread / width, c = thread % width;
     const u64 value_stride = u64(kv_heads) * value_dim, value_first = u64(head / group) * value_dim;

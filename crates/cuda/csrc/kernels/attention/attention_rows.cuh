@@ -1,13 +1,13 @@
-// Two numbers per query that the backward pass of attention needs besides q and dout.
+// Computes two numbers per query, lse · factor and delta, that the backward pass of attention needs besides q and dout.
 //
-// attention_rows<T, kLanes, kEach, kSinks>: out and dout [t, heads · value_dim] of type T, lse [t, heads]. Writes two F32 buffers
-//   [sequences][heads][padded]: lse · factor, which is +infinity past the sequence's end (so that P is 0 there), and delta = Σ out · dout,
-//   which is 0 past the sequence's end.
-//   kSinks: from F32 `sinks` [heads], also writes each row's contribution to the gradient of the sinks, -exp(sink - lse) · delta: F32
-//   `dsinks` [t, heads].
-//   256 threads; grid ceil(sequences · padded · heads · kLanes / 256). kLanes lanes read a head's row, kEach elements at a time:
-//   kLanes = 32 with kEach = 1 takes any value_dim; the other pairs need value_dim = kLanes · kEach and rows that are 16-byte aligned. Each
-//   lane sums its elements in order, and a tree adds the lanes' sums.
+// attention_rows<T, kLanes, kEach, kSinks>: reads out and dout [t, heads · value_dim] of type T, and lse [t,
+//   heads]. Writes two F32 buffers [sequences][heads][padded]: lse · factor, which is +infinity past the
+//   sequence's end (so that P is 0 there), and delta = Σ out · dout, which is 0 past the sequence's end.
+//   kSinks: also reads the F32 attention sinks `sinks` [heads], and writes to `dsinks` [t,
+//   heads], F32, each row's contribution to the gradient of the sinks, -exp(sink - lse) · delta.
+//   256 threads per CTA; the grid has ceil(sequences · padded · heads · kLanes / 256) CTAs. kLanes lanes read a head's
+//   row, kEach elements at a time. kLanes = 32 with kEach = 1 supports any value_dim; all other pairs need value_dim =
+//   kLanes · kEach and 16-byte aligned rows. Each lane sums its elements in order, and a tree adds the lanes' sums.
 #pragma once
 #include "pieces/attention/attention_tile.cuh"
 

@@ -1,18 +1,18 @@
-// Causal attention with grouped query heads on the tensor cores: BF16, any sequence length, heads of 64 or 128 elements, or of 192 with
-// values of 128.
+// Causal attention with grouped query heads on the tensor cores, in BF16. It supports
+// any sequence length, heads of 64 or 128 elements, and heads of 192 with values of 128.
 //
-// attention_wgmma<kDim, kValueDim, kGroups, kWindowed, kSinks>: q and k as tensor maps of [sequences][seq_len][heads · kDim], v and out of
-//   [sequences][seq_len][heads · kValueDim], in boxes of 64 columns by 64 rows (q), kKeys rows (k, v) or 16 rows (out), with the 128-byte
-//   swizzle; lse [t, heads], natural logarithms. kWindowed: query i of a sequence sees the keys from first_key[i] on, and first_key never
-//   decreases; tiles of keys before the first key of a query tile's first query are neither loaded nor multiplied. kSinks: F32 `sinks`
-//   [heads], attention sinks that are added to each query's softmax sum. `ticket`: a counter that is initially zero. 128 · (kGroups + 1)
-//   threads, any number of CTAs up to one per SM; dynamic shared memory sizeof(Shared) + 1008.
-// One warp loads tiles; each of kGroups warpgroups has 64 queries. The tensor cores compute the scores of the next tile of keys while the
-// softmax of the current tile runs. Warpgroups take turns in issuing WGMMAs, so that the WGMMAs of one warpgroup run during the
-// exponentials of another. P is rounded to BF16. Sums are F32, over the keys from the last to the first. The running maximum, which is
-// subtracted in the exponentials, changes only if P would otherwise exceed 2^8.
+// attention_wgmma<kDim, kValueDim, kGroups, kWindowed, kSinks>: q and k are tensor maps of [sequences][seq_len][heads · kDim]; v and out
+//   are tensor maps of [sequences][seq_len][heads · kValueDim]. Boxes have 64 columns by 64 rows (q), kKeys rows (k, v) or 16 rows (out),
+//   in the 128-byte swizzle. lse [t, heads] has natural logarithms. kWindowed: query i of a sequence sees the keys from first_key[i] on,
+//   and first_key never decreases; the kernel neither loads nor multiplies tiles of keys before the first key of a query tile's first
+//   query. kSinks: the F32 attention sinks `sinks` [heads] are added to each query's softmax sum. `ticket` is a counter that is initially
+//   zero. 128 · (kGroups + 1) threads per CTA, and any number of CTAs up to one per SM. Dynamic shared memory: sizeof(Shared) + 1008 bytes.
+// One warp loads tiles; each of kGroups warpgroups has 64 queries. The tensor cores compute the scores of the next tile
+// of keys while the softmax of the current tile runs. Warpgroups take turns in issuing WGMMAs, so that the WGMMAs of
+// one warpgroup run during the exponentials of another. P is rounded to BF16. Sums are F32, over the keys from the last
+// to the first. The exponentials subtract the running maximum, which changes only if P would otherwise exceed 2^8.
 //
-// Sustained TFLOP/s on an H200: 550 to 599 with heads of 128 at 4096 tokens, 627 to 668 at 16384 tokens; 433 to 454 with heads of 64.
+// Sustained speed on an H200: with heads of 128, 550 to 599 TFLOP/s at 4096 tokens and 627 to 668 at 16384 tokens; with heads of 64, 433 to 454 TFLOP/s.
 #pragma once
 #include "math/log.cuh"
 #include "pieces/attention/attention_ring.cuh"
@@ -20,7 +20,7 @@
 
 namespace nib {
 
-constexpr int kKeys = 128;       // keys per tile
+constexpr int kKeys = 128;       // number of keys per tile
 constexpr int kKeyStages = 2;
 constexpr float kSlack = 8.0f;   // P may reach 2^kSlack
 
@@ -40,7 +40,7 @@ struct ForwardShared {
     RingBarriers<kKeyStages> k_ring, v_ring;
 };
 
-/// The number of tiles of keys to which a tile of queries attends under the causal mask.
+/// Returns how many tiles of keys a tile of queries sees under the causal mask.
 template <int kRows>
 __device__ __forceinline__ int key_tiles(const AttentionSizes& sizes, int tile) {
     return ceil_div(min((tile + 1) * kRows, sizes.seq_len), kKeys);
@@ -54,9 +54,9 @@ __device__ __forceinline__ void feed(ForwardShared<kDim, kValueDim, kGroups>& sh
     const int tiles = ceil_div(sizes.seq_len, kRows), all = tiles * sizes.heads * sizes.sequences, group = sizes.heads / sizes.kv_heads;
     Place<ForwardShared<kDim, kValueDim, kGroups>::kQueryStages> q_at;
     Place<kKeyStages> at;
-    // Each CTA takes its next tile of queries by an atomic ticket when it has loaded the previous tile. How many keys a tile sees depends
-    // on windows, so a fixed assignment would not be balanced. (The kernel of dq has a single stage for queries; a fixed assignment is
-    // faster there.)
+    // When a CTA has loaded a tile of queries, it takes its next tile by an atomic ticket. The number
+    // of keys that a tile sees depends on windows, so a fixed assignment would not balance the work.
+    // (The kernel of dq has a single stage for queries; there a fixed assignment is faster.)
     while (true) {
         const int number = atomicAdd(ticket, 1);
         ptx::Barrier& q_full = shared.q_ring.full[q_at.stage];
@@ -90,15 +90,15 @@ __device__ __forceinline__ void feed(ForwardShared<kDim, kValueDim, kGroups>& sh
     }
 }
 
-/// The online softmax of a thread's two rows: rows l/4 and l/4 + 8 of its warp's rows, where l is
-/// the lane.
+/// The online softmax of a thread's two rows. In lane l,
+/// these are rows l/4 and l/4 + 8 of the warp's rows.
 struct SoftmaxRows {
     float max[2];    // the score that is subtracted in the exponentials
-    float total[2];  // sum of the weights in this thread's columns
+    float total[2];  // sum of the weights in the columns of this thread
 
-    /// Replaces scores by softmax weights. Returns whether a maximum of the warp has changed. If a maximum has
-    /// changed, the caller multiplies its sums by `less` (kFirst: there are no sums yet, and `less` is not set).
-    /// `factor` is log2(e) times the scale of scores.
+    /// Replaces scores by softmax weights. Returns whether a maximum of the warp has
+    /// changed. If so, the caller multiplies its sums by `less`. kFirst: there are no sums
+    /// yet, and `less` is not set. `factor` is log2(e) times the scale of the scores.
     template <bool kFirst, int kCount>
     __device__ __forceinline__ bool update(float (&s)[kCount], float factor, float (&less)[2]) {
         float highest[2];
@@ -145,8 +145,8 @@ struct SoftmaxRows {
     }
 };
 
-/// Computes attention for the queries of one warpgroup. `warp` is the index among the warps of the
-/// multiplying warpgroups.
+/// Computes attention for the queries of one warpgroup. `warp` is the
+/// index of the warp among all warps of the multiplying warpgroups.
 template <int kDim, int kValueDim, int kGroups, bool kWindowed, bool kSinks>
 __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& shared, const TensorMap& map_out, float* lse,
                                        const AttentionSizes& sizes, const int* first_key, const float* sinks, int warp) {
@@ -182,8 +182,8 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
             if (key + kKeys > work.tile * kRows + group * kGroupRows) mask_later(s, row - key - 2 * (lane % 4));
         };
         const int edge = kWindowed ? tile.edge[group] : 0;
-        // After the last scores of a tile the producer may reuse the tile's stage for later
-        // queries.
+        // After the last scores of a tile of queries, the loading
+        // warp may reuse the tile's stage for later queries.
         const auto release_queries = [&] {
             __syncwarp();
             release(shared.q_ring.empty[q_at.stage]);
@@ -260,7 +260,7 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
             total += __shfl_xor_sync(0xFFFFFFFF, total, 2);
             float max = softmax.max[r];
             if constexpr (kSinks) {
-                // `max` is the maximum of unscaled scores; sinks are not scaled.
+                // `max` is the maximum of unscaled scores, but the scores of sinks are already scaled.
                 max *= sizes.scale;
                 const float less = add_sink(__ldg(sinks + work.head), max, total);
                 inverse[r] = less * __frcp_rn(total);

@@ -1,25 +1,25 @@
-// The backward pass of causal attention on the tensor cores, in two kernels: BF16, any sequence length, heads of 64 or 128 elements, or of
-// 192 with values of 128. Each kernel computes P and dS itself, so that no intermediate buffer is needed; `attention_wgmma_backward_once`
-// computes P and dS only once.
+// The backward pass of causal attention on the tensor cores, as two kernels, in BF16. It supports any sequence
+// length, heads of 64 or 128 elements, and heads of 192 with values of 128. Each kernel computes P and dS
+// itself, so no intermediate buffer is needed; `attention_wgmma_backward_once` computes P and dS only once.
 //
-// Both kernels: q, k and their gradients as tensor maps of [sequences][seq_len][heads · kDim]; v, dout and dv as tensor maps of
-//   [sequences][seq_len][heads · kValueDim]; boxes of 64 columns, with the 128-byte swizzle; lse and delta as `attention_rows` writes them,
-//   with factor log2(e). P = 2^(q·k · log2(e) · scale - lse) and dS = P · (dout·v - delta) are rounded to BF16. Sums are F32. No CTA adds
-//   to the sums of another CTA.
-// kWindowed: query i of a sequence sees the keys from first_key[i] on, and the queries before end_query[j] see key j. Neither array
-//   decreases. So tiles before the first key of a CTA's first query, and tiles after the last query of a CTA's last key, are neither loaded
-//   nor multiplied.
-// attention_wgmma_backward_kv<kDim, kValueDim, kWindowed>: dv and dk, computed by `key_grads`. 384 threads; grid ceil(seq_len / 128) ·
-//   kv_heads · sequences, CTAs with the most queries first.
-// attention_wgmma_backward_q<kDim, kValueDim, kWindowed>: dq = scale · dS · k. A CTA has 128 queries of a head, 64 per warpgroup, and loops
-//   over their keys from the last to the first, `grad_keys` keys at a time. Boxes have 64 rows for q and dout, `grad_keys` rows for k and
-//   v, and 16 rows for dq. 384 threads; any number of CTAs up to one per SM.
-// Dynamic shared memory: the size of the kernel's shared struct + 1008 bytes. One warp loads tiles. The tensor cores start S of the next
-// tile before the sums of the current tile are complete.
+// Both kernels: q, k and their gradients are tensor maps of [sequences][seq_len][heads · kDim]; v, dout and
+//   dv are tensor maps of [sequences][seq_len][heads · kValueDim]. Boxes have 64 columns, in the 128-byte
+//   swizzle. `attention_rows` writes lse and delta, with factor log2(e). P = 2^(q·k · log2(e) · scale - lse)
+//   and dS = P · (dout·v - delta) are rounded to BF16. Sums are F32. No CTA adds to the sums of another CTA.
+// kWindowed: query i of a sequence sees the keys from first_key[i] on, and key j is seen by the queries
+//   before end_query[j]. Neither array decreases. So a CTA neither loads nor multiplies tiles of keys
+//   before the first key of its first query, and tiles of queries after the last query of its last key.
+// attention_wgmma_backward_kv<kDim, kValueDim, kWindowed>: `key_grads` computes dv and dk. 384 threads per CTA;
+//   the grid has ceil(seq_len / 128) · kv_heads · sequences CTAs, and CTAs with the most queries start first.
+// attention_wgmma_backward_q<kDim, kValueDim, kWindowed>: dq = scale · dS · k. A CTA has 128 queries of a head, 64 per
+//   warpgroup, and loops over their keys from the last to the first, `grad_keys` keys at a time. Boxes have 64 rows for q and
+//   dout, `grad_keys` rows for k and v, and 16 rows for dq. 384 threads per CTA, and any number of CTAs up to one per SM.
+// Dynamic shared memory: the size of the kernel's shared struct + 1008 bytes. One warp loads tiles. The
+// tensor cores start the scores S of the next tile before the sums of the current tile are complete.
 //
-// Measured on an H200, sustained, with heads of 128 (heads of 64): dk and dv 626 to 648 TFLOP/s (544), counting four GEMMs; dq 582 to 637
-// TFLOP/s (510), counting three GEMMs. A dense BF16 GEMM of cuBLASLt sustains 651 TFLOP/s on the same GPU. On an H100 with heads of 192 and
-// values of 128, dk and dv reach 603 TFLOP/s, and dq reaches 640.
+// Sustained speed on an H200 with heads of 128 (heads of 64): dk and dv reach 626 to 648 TFLOP/s (544), counting four
+// GEMMs; dq reaches 582 to 637 TFLOP/s (510), counting three GEMMs. A dense BF16 GEMM of cuBLASLt sustains 651 TFLOP/s on
+// the same GPU. On an H100 with heads of 192 and values of 128, dk and dv reach 603 TFLOP/s, and dq reaches 640 TFLOP/s.
 #pragma once
 #include "pieces/attention/key_grads.cuh"
 
@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(kGradThreads, 1)
     }
 }
 
-/// Keys per tile in the kernel of dq, where queries stay in shared memory: heads of 192 leave registers and shared
-/// memory for fewer keys.
+/// The number of keys per tile in the kernel of dq, where queries stay in shared
+/// memory. Heads of 192 leave registers and shared memory for fewer keys.
 template <int kDim>
 __host__ __device__ constexpr int grad_keys() {
     return kDim > 128 ? 64 : 128;
@@ -74,7 +74,7 @@ struct BackwardQShared {
     ptx::Barrier q_full, q_empty;
     RingBarriers<kStages> k_ring, v_ring;
 
-    /// The last tile of keys that a tile of queries sees under the causal mask.
+    /// Returns the last tile of keys that a tile of queries sees under the causal mask.
     static __device__ __forceinline__ int last(int tile) { return ((tile + 1) * kGradRows - 1) / kKeys; }
 };
 
@@ -116,7 +116,7 @@ __device__ __forceinline__ void feed_keys(BackwardQShared<kDim, kValueDim>& shar
     }
 }
 
-/// Computes dq of one warpgroup's queries.
+/// Computes dq for the queries of one warpgroup.
 template <int kDim, int kValueDim, bool kWindowed>
 __device__ __forceinline__ void query_grads(BackwardQShared<kDim, kValueDim>& shared, const TensorMap& map_dq, const float* lse,
                                             const float* delta, const AttentionSizes& sizes, const int* first_key, int section, int warp) {
@@ -158,8 +158,8 @@ __device__ __forceinline__ void query_grads(BackwardQShared<kDim, kValueDim>& sh
         int n = Shared::last(work.tile);
         if constexpr (kKeys < kGradRows) {
             for (; n * kKeys >= first + kGroupRows; --n) {
-                // Skipped tiles too are released only after their data has arrived, because a warp must not arrive
-                // twice in one phase of `empty`.
+                // A skipped tile too is released only after its data has arrived,
+                // because a warp must not arrive twice in one phase of `empty`.
                 ptx::barrier_wait(shared.k_ring.full[at.stage], at.parity);
                 ptx::barrier_wait(shared.v_ring.full[at.stage], at.parity);
                 release(shared.k_ring.empty[at.stage]);

@@ -1,46 +1,46 @@
-// The backward pass of causal attention on the tensor cores in one kernel, which computes P and dS only once: BF16, any sequence length,
-// heads of 128 elements, or of 192 with values of 128. Every query head needs its own keys and values.
+// The backward pass of causal attention on the tensor cores, as one kernel that computes P and dS only once, in BF16. It supports
+// any sequence length, heads of 128 elements, and heads of 192 with values of 128. Every query head needs its own keys and values.
 //
 // attention_wgmma_backward_once<kDim, kValueDim, kWindowed>: `key_grads` computes dk and dv, and stores dS in the layout of
-//   score_grads.cuh; dq = scale · dS · k is then a product of the stored dS. q, k and their gradients as tensor maps of
-//   [sequences][seq_len][heads · kDim]; v, dout and dv as tensor maps of [sequences][seq_len][heads · kValueDim]; boxes of 64 columns by 64
-//   rows (16 rows for gradients), with the 128-byte swizzle; lse, delta and windows as `attention_wgmma_backward_kv` takes them.
-//   `score_grads`: plan.slots buffers of one head's dS each; heads use these slots in turn. `counters`: initially zeros. 384 threads; grid
-//   (ceil(seq_len / 128) + ceil(ceil(seq_len / 256) / 2)) · heads · sequences; any number of these CTAs may be resident at once; dynamic
-//   shared memory sizeof(OnceShared) + 1008.
-// The work of a CTA is 128 keys of a head, or two blocks of 256 queries of a head. A CTA with queries multiplies a slot's dS only after all
-// of the head's keys have incremented the slot's `kv_done`. A CTA with keys stores dS in a slot only after the queries of the slot's
-// previous head have incremented `q_done`. CTAs take their work in the order in which they start (`ticket`); the work on a head's queries
-// comes `ahead` heads after the work on its keys. So CTAs wait only for CTAs that have started, and rarely wait at all. Work on keys is
-// limited by the tensor cores, and work on queries by memory bandwidth, so running both concurrently is faster than one after the other.
-// Sums are F32; each sum is computed by one CTA in a fixed order.
+//   score_grads.cuh; dq = scale · dS · k is then a GEMM with the stored dS. q, k and their gradients are tensor maps of
+//   [sequences][seq_len][heads · kDim]; v, dout and dv are tensor maps of [sequences][seq_len][heads · kValueDim]. Boxes have 64 columns
+//   by 64 rows (16 rows for gradients), in the 128-byte swizzle; `attention_wgmma_backward_kv` takes the same lse, delta and windows.
+//   `score_grads` has plan.slots buffers; each holds the dS of one head, and heads use these slots in turn. `counters` are
+//   initially zeros. 384 threads per CTA; the grid has (ceil(seq_len / 128) + ceil(ceil(seq_len / 256) / 2)) · heads ·
+//   sequences CTAs, of which any number may be resident at once. Dynamic shared memory: sizeof(OnceShared) + 1008 bytes.
+// A CTA processes either 128 keys of a head, or two blocks of 256 queries of a head. A CTA with queries multiplies the dS in a
+// slot only after all keys of the head have incremented the slot's `kv_done`. A CTA with keys stores dS in a slot only after the
+// queries of the slot's previous head have incremented `q_done`. CTAs take their work in the order in which they start (`ticket`);
+// the work on a head's queries comes `ahead` heads after the work on its keys. So CTAs wait only for CTAs that have already
+// started, and rarely wait at all. Work on keys is limited by the tensor cores, and work on queries by memory bandwidth, so
+// running both concurrently is faster than one after the other. Sums are F32; each sum is computed by one CTA in a fixed order.
 //
-// Measured on an H100, random numbers, alternating with the two kernels of attention_wgmma_backward.cuh. Heads of 192 with values of 128:
-// 12.8 ms against 16.2 ms (4 sequences of 4096 tokens, 128 heads), 1.66 against 2.09 ms (the same with 16 heads), 5.9 against 8.8 ms (2
-// sequences of 8192, 32 heads), 2.38 against 2.64 ms (16 of 1024, 64 heads). Heads of 128: 2.74 ms against 3.30 ms (4 of 4096, 32 heads),
-// 0.51 against 0.60 ms (16 of 1024, 16 heads). For heads of 64 this kernel takes 1.94 ms against 1.97 ms, and it is slower than the two
-// kernels at 1024 tokens. Heads that share keys would need the dS of a whole group in a slot, which is no faster for 2048 tokens.
+// Measured on an H100 with random numbers, alternating with the two kernels of attention_wgmma_backward.cuh (this kernel against the two
+// kernels). Heads of 192 with values of 128: 12.8 ms against 16.2 ms (4 sequences of 4096 tokens, 128 heads), 1.66 ms against 2.09 ms (the same
+// with 16 heads), 5.9 ms against 8.8 ms (2 sequences of 8192, 32 heads), 2.38 ms against 2.64 ms (16 of 1024, 64 heads). Heads of 128: 2.74 ms
+// against 3.30 ms (4 of 4096, 32 heads), 0.51 ms against 0.60 ms (16 of 1024, 16 heads). With heads of 64 this kernel takes 1.94 ms against 1.97
+// ms, and is slower at 1024 tokens. Heads that share keys would need the dS of a whole group in a slot, which is no faster for 2048 tokens.
 #pragma once
 #include "pieces/attention/key_grads.cuh"
 #include "ptx/count.cuh"
 
 namespace nib {
 
-/// dk and dv run `ahead` heads ahead of dq, and `score_grads` can hold the dS of `slots` heads;
-/// `slots` is at least `ahead`.
+/// dk and dv are computed `ahead` heads before dq, and `score_grads`
+/// can hold the dS of `slots` heads; `slots` is at least `ahead`.
 struct OncePlan {
     int ahead;
     int slots;
 };
 
-/// The work of a CTA: item `item` of the keys or of the queries of head `head`; heads are counted over all
-/// sequences.
+/// The work of a CTA: item `item` of the keys or of the queries of
+/// head `head`. The index `head` counts heads over all sequences.
 struct OnceTask {
     bool keys;
     int head, item;
 
-    /// Each head has `key_items` and `query_items` items. The order is: the keys of the first `ahead` heads; then, head by head, a head's
-    /// queries and the keys of the head that is `ahead` heads further; finally the remaining queries.
+    /// Each head has `key_items` items for its keys and `query_items` items for its queries. The order of items is: the keys of the first
+    /// `ahead` heads; then, for each head, its queries and the keys of the head that is `ahead` heads later; finally the remaining queries.
     __device__ __forceinline__ void set(int ticket, int key_items, int query_items, int heads, int ahead) {
         const int first = ahead * key_items, each = key_items + query_items;
         keys = ticket < first;
@@ -61,8 +61,8 @@ struct OnceTask {
     }
 };
 
-/// `ticket` counts the CTAs that have started; each slot counts how often warps have finished the keys, and the queries, of a
-/// head in that slot.
+/// `ticket` counts the CTAs that have started. Each slot counts how often warps have
+/// finished the keys of a head in that slot, and how often they have finished its queries.
 struct OnceCounters {
     struct Slot {
         u32 kv_done, q_done;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kGradThreads, 1)
             ptx::barrier_init_fence();
             begin_keys<kWindowed>(shared.keys, map_k, map_v, sizes, end_query, {sequence, head, task.item});
             shared.keys.work.score_grads = slot;
-            const int earlier = task.head / plan.slots;  // heads that used the slot before
+            const int earlier = task.head / plan.slots;  // number of heads that used the slot before
             ptx::wait_for_count(&shared.done->q_done, earlier * query_items * kWarps);
         } else {
             shared.queries.ring.init(kWarps);

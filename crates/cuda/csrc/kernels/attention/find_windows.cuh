@@ -1,9 +1,9 @@
-// The attention windows of documents that are packed one after another into sequences: the keys that each query sees, and the queries
-// that see each key.
+// Computes the attention windows of documents that are packed one after another
+// into sequences: which keys each query sees, and which queries see each key.
 //
-// find_windows: document [t], which never decreases within a sequence of seq_len. Writes first_key and end_query [t], in positions of the
-//   sequence: a query sees the last `window` keys of its own document up to its own position. window: 1 to seq_len.
-//   256 threads, one per token; grid ceil(t / 256); t below 2^31. A document's ends are found by bisection.
+// find_windows: reads document [t], which never decreases within a sequence of seq_len tokens. Writes first_key and end_query [t], as
+//   positions in the sequence. A query sees the last `window` keys of its own document up to its own position; window is 1 to seq_len.
+//   256 threads per CTA, one per token; the grid has ceil(t / 256) CTAs; t is below 2^31. Bisection finds the start and the end of a document.
 #pragma once
 #include "ptx/types.cuh"
 

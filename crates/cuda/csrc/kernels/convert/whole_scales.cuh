@@ -16,9 +16,9 @@
 // tensor_scales: writes for each of `spans` spans the factor for its values, the factor's reciprocal, and the stored scale, for
 //   NVFP4 (kNvfp4) or FP8. The largest magnitude times `headroom` is mapped to the value `largest`. kPower: NVFP4's scale is
 //   rounded up to a power of two. With `earlier` (delayed scaling), a span's scale follows from the magnitude that earlier steps
-//   predict for the span, if a prediction exists. The kernel then writes the predicted magnitude (infinity if unknown) instead
-//   of the factor's reciprocal, and adds the number of values of spans with a prediction to counts[1]. A span has len[span] rows
-//   of `cols` values, or matrix_rows rows if `len` is null. 256 threads per CTA; the grid has ceil(spans / 256) CTAs.
+//   predict for the span, if a prediction exists. The kernel then writes the predicted magnitude (infinity if unknown) instead of
+//   the factor's reciprocal, and adds the number of values of all spans below earlier.spans to counts[1]. A span has len[span]
+//   rows of `cols` values, or matrix_rows rows if `len` is null. 256 threads per CTA; the grid has ceil(spans / 256) CTAs.
 // spread_scales: out[row] = scale[span_of_row[row]], or scale[row / matrix_rows] if span_of_row is null. The scale is NaN
 //   if `found` says that the span has a value that is not finite. 256 threads per CTA; the grid has ceil(rows / 256) CTAs.
 // count_lines: adds to counts[0] the number of non-zero bytes among `lines` bytes. 256 threads per CTA; the grid has ceil(lines / 256) CTAs.

@@ -1,14 +1,14 @@
-// LayerNorm along each row, rounded once, and its gradient. Sums are those of 256 lanes, as in RMSNorm (math/lanes.cuh).
+// LayerNorm along each row, rounded once, and its gradient. A row is summed in 256 partial sums, like in RMSNorm (math/lanes.cuh).
 //
-// x, plus, y, sum, dy, dx [rows, d] of type T (Bf16 or F32); weight, bias [d] F32; mean, inv_std [rows] F32. kAligned: d is a multiple of 8.
-// layer_norm<T, kAligned, kPlus>: y = (x - mean) · inv_std · weight + bias, mean and inv_std. kPlus: x is first replaced by x + plus,
-//   rounded, and this sum is also written; otherwise plus and sum are null.
-// layer_dx<T, kAligned, kPlus>: dx = inv_std · ((g - mean(g)) - n · mean(g · n)), with g = dy · weight and n = (x - mean) · inv_std; kPlus:
-//   plus is added to the rounded dx; otherwise plus is null.
-//   Both: 128 threads, one warp per row; grid ceil(rows / 4); any d. A row is read several times, from the cache after the first.
-// layer_dweight<T>: sums of dy · n over chunks of 64 rows of a shard, in order from 0; `close_level` (row_tree.cuh) adds these sums. partial
-//   [shards * chunks, d] F32, chunks = ceil(rows_per_shard / 64). A thread has a column of a chunk.
-//   128 threads; grid shards · chunks · ceil(d / 128), blocks = ceil(d / 128).
+// x, plus, y, sum, dy, dx are [rows, d] of type T (Bf16 or F32); weight, bias are F32 [d]; mean, inv_std are F32 [rows]. kAligned: d is a multiple of 8.
+// layer_norm<T, kAligned, kPlus>: writes y = (x - mean) · inv_std · weight + bias, and also mean and inv_std. kPlus:
+//   the kernel first replaces x by x + plus, rounded, and also writes this sum; without kPlus, plus and sum are null.
+// layer_dx<T, kAligned, kPlus>: dx = inv_std · ((g - mean(g)) - n · mean(g · n)), with g = dy · weight
+//   and n = (x - mean) · inv_std. kPlus: plus is added to the rounded dx; without kPlus, plus is null.
+//   layer_norm and layer_dx: 128 threads, one warp per row, grid ceil(rows / 4), any d. A row is read several times, after the first time from the cache.
+// layer_dweight<T>: sums dy · n over chunks of 64 rows of a shard, in order from 0; `close_level` (row_tree.cuh) adds these
+//   sums. partial is F32 [shards * chunks, d], chunks = ceil(rows_per_shard / 64). Each thread has one column of a chunk.
+//   128 threads per CTA; the grid has shards · chunks · ceil(d / 128) CTAs; blocks = ceil(d / 128).
 #pragma once
 #include "pieces/norm/gradient_rows.cuh"
 #include "pieces/norm/norm_rows.cuh"
@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(kNormThreads)
     const u32 index = threadIdx.x % 32, row = blockIdx.x * (kNormThreads / 32) + threadIdx.x / 32;
     if (row >= rows) return;
     const u64 begin = u64(row) * d * T::kBytes;
-    // The sum x + plus is computed in every pass, because loads use the read-only path, which must not read memory
-    // that this kernel writes.
+    // Every pass recomputes the sum x + plus instead of reading it back, because loads
+    // use the read-only path, which must not read memory that this kernel writes.
     const auto value_at = [&](u32 at, bool stores) {
         const u64 from = begin + u64(at) * T::kBytes;
         const int left = int(d - at);

@@ -1,12 +1,12 @@
-// RMS norm of each head, rounded, then the head's rotation (RoPE, halves convention), rounded; and the backward pass of both.
+// RMS norm of each head, rounded, followed by the head's rotation (RoPE, halves convention), rounded; and the backward pass of both operations.
 //
-// x, y, dy, dx [rows, 8 * kThreads] of type T (Bf16 or F32), one head per row: head h of token t is row t * heads + h. weight [8 *
-// kThreads], inv_rms [rows] F32; table [positions, 8 * kThreads] F32, from the first position on: 4 * kThreads cosines, then as many
-// sines. kThreads adjacent threads share a row, eight columns each. The columns with which a thread's columns are rotated belong to
-// another of the row's threads. 128 threads.
-// norm_rope<T, kThreads>: a thread has its eight columns of four consecutive rows, so that heads of one token share their angles. Grid
-//   ceil(rows / (4 * 128 / kThreads)).
-// norm_rope_backward<T, kThreads>: computes what `rms_backward_short` computes, for gradients that are first rotated back and rounded.
+// x, y, dy, dx are [rows, 8 * kThreads] of type T (Bf16 or F32), one head per row: head h of token t is row t * heads + h.
+// weight is F32 [8 * kThreads], inv_rms F32 [rows], and table F32 [positions, 8 * kThreads], from the first position on: 4
+// * kThreads cosines, then as many sines. kThreads adjacent threads share a row, and each has eight columns. A rotation
+// needs pairs of columns; the partners of a thread's columns belong to another thread of the row. 128 threads per CTA.
+// norm_rope<T, kThreads>: a thread has its eight columns of four consecutive rows, so that
+//   heads of one token share their angles. The grid has ceil(rows / (4 * 128 / kThreads)) CTAs.
+// norm_rope_backward<T, kThreads>: rotates the gradients back and rounds them, then computes what `rms_backward_short` computes.
 #pragma once
 #include "pieces/norm/gradient_rows.cuh"
 #include "pieces/norm/norm_rows.cuh"
@@ -14,15 +14,15 @@
 
 namespace nib {
 
-constexpr int kHeadRows = 4;  // rows that a thread has in flight
+constexpr int kHeadRows = 4;  // number of rows that a thread has in flight
 
-/// The rotation of rows that are heads, by kThreads adjacent threads; this thread has the number `index`. sign: 1, or -1 to rotate
-/// back.
+/// The rotation of rows that are heads, by kThreads adjacent threads, of
+/// which this thread is number `index`. sign: 1 to rotate, -1 to rotate back.
 template <typename T, int kThreads>
 struct HeadTurn {
     static constexpr u32 kHalf = 4 * kThreads;
 
-    const float* angles;  // angles of this thread's columns
+    const float* angles;  // angles for the columns of this thread
     u32 heads;
     Divider by_heads;
     Positions positions;
@@ -30,8 +30,8 @@ struct HeadTurn {
     u32 held = 0xFFFFFFFF;  // the position whose angles are loaded
     float cos[8] = {}, sin[8] = {};
 
-    // y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin. Both have the form mine * cos + other * sin, if sin has the
-    // right sign.
+    // y0 = x0 cos - x1 sin and y1 = x1 cos + x0 sin. Both have the
+    // form mine * cos + other * sin, if sin is given the right sign.
     __device__ __forceinline__ HeadTurn(const float* table, u32 index, u32 heads, Divider by_heads, const Positions& positions, float sign)
         : angles(table + 8 * index % kHalf), heads(heads), by_heads(by_heads), positions(positions), sign(index < kThreads / 2 ? -sign : sign) {}
 

@@ -1,12 +1,12 @@
-// y = x / sqrt(mean(x^2) + eps) * weight along each row, rounded once. The kernels also write 1 / sqrt(mean(x^2) + eps) of each row.
-// kPlus: x is first replaced by x + plus, rounded, and this sum is also written, as `sum`.
+// y = x / sqrt(mean(x^2) + eps) * weight along each row, rounded once. The kernels also write 1 / sqrt(mean(x^2)
+// + eps) of each row. kPlus: the kernels first replace x by x + plus, rounded, and also write this sum to `sum`.
 //
-// x, plus, y, sum [rows, d] of type T (Bf16 or F32), weight [d] F32, inv_rms [rows] F32; plus and sum are null without kPlus.
-// rms_norm<T, kThreads, kBlocks, kRows, kPlus>: holds rows in registers; d is a multiple of 8. kThreads adjacent threads share a row; each
-//   has eight columns of every 256 columns, and kBlocks * 256 columns cover the row. If kThreads < 32, kBlocks is 1 and d <= 8 * kThreads.
-//   A thread has these columns in kRows rows. 128 threads; grid ceil(rows / (kRows * 128 / kThreads)).
+// x, plus, y, sum are [rows, d] of type T (Bf16 or F32), weight is F32 [d], inv_rms F32 [rows]. Without kPlus, plus and sum are null.
+// rms_norm<T, kThreads, kBlocks, kRows, kPlus>: holds rows in registers; d is a multiple of 8. kThreads adjacent threads share a row. Each
+//   thread has eight columns of every 256 columns, and the row has at most kBlocks * 256 columns. If kThreads < 32, kBlocks is 1 and d <=
+//   8 * kThreads. A thread has its columns in kRows rows. 128 threads per CTA; the grid has ceil(rows / (kRows * 128 / kThreads)) CTAs.
 // rms_norm_long<T, kAligned, kPlus>: for any d; reads each row twice. kAligned: d is a multiple of 8.
-//   128 threads, one warp per row; grid ceil(rows / 4).
+//   128 threads per CTA, one warp per row; the grid has ceil(rows / 4) CTAs.
 #pragma once
 #include "pieces/norm/norm_rows.cuh"
 
@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kNormThreads)
     const u32 index = threadIdx.x % 32, row = blockIdx.x * (kNormThreads / 32) + threadIdx.x / 32;
     if (row >= rows) return;
     const u64 begin = u64(row) * d * T::kBytes;
-    // The sum x + plus is computed in both passes. The second pass cannot read the stored sum: loads use the
-    // read-only path, which must not read memory that this kernel writes.
+    // Both passes compute the sum x + plus. The second pass cannot read the stored sum, because
+    // loads use the read-only path, which must not read memory that this kernel writes.
     const auto value_at = [&](u32 at, bool stores) {
         const u64 from = begin + u64(at) * T::kBytes;
         const int left = int(d - at);

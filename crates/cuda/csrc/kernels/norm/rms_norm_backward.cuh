@@ -1,18 +1,18 @@
-// dx of an RMS norm, and partial sums of dweight over chunks of 64 rows of a shard; `close_level` (row_tree.cuh) adds the partial sums.
+// Computes dx of an RMS norm, and partial sums of dweight over chunks of 64 rows of a shard; `close_level` (row_tree.cuh) adds the partial sums.
 //
-// With n = x * inv_rms: dx = inv_rms * (dy * w - n * mean(dy * w * n)). A chunk's sum is fma(dy, n, sum) over its rows in order, from 0.
-// kPlus: dx is rounded, plus is added, and the sum is rounded again. x, dy, plus, dx [shards * rows, d] of type T (Bf16 or F32), weight
-// [d], inv_rms [shards * rows], partial [shards * chunks, d] F32, chunks = ceil(rows / 64); plus is null without kPlus.
-// rms_backward_short<T, kThreads, kPlus>: d <= 8 * kThreads, a multiple of 8; kThreads adjacent threads share a chunk, eight columns per
-//   thread. 128 threads; grid ceil(shards * chunks / (128 / kThreads)).
-// rms_backward_wide<T, kBlocks, kRows, kPlus>: d <= 256 * kBlocks, a multiple of 8, kBlocks <= 8; one CTA per chunk; each thread has two
-//   adjacent columns of every 256. The CTA processes kRows rows at a time, while asynchronous copies bring the next rows.
-//   128 threads; grid shards * chunks; dynamic shared memory 3 * 2 * kRows * d * sizeof(a value).
-// rms_backward_long<T, kBlocks, kRows, kPlus>: computes what rms_backward_wide computes, for longer rows. 256 threads compute the mean of
-//   each of kRows rows, one thread per lane of the sum (math/lanes.cuh); dx and dweight are divided among all threads. 256 * kRows
-//   threads; grid and shared memory are those of rms_backward_wide.
-// rms_dx<T, kAligned, kPlus>, rms_dweight<T>: for any d, in two passes. kAligned: d is a multiple of 8. rms_dx: 128 threads, one warp per
-//   row; grid ceil(all rows / 4). rms_dweight: 128 threads, one thread per column; grid shards * chunks * ceil(d / 128).
+// With n = x * inv_rms, dx = inv_rms * (dy * w - n * mean(dy * w * n)). The partial sum of a chunk is fma(dy, n, sum) over its rows in order,
+// from 0. kPlus: dx is rounded, plus is added, and the sum is rounded again. x, dy, plus, dx are [shards * rows, d] of type T (Bf16 or F32);
+// weight [d], inv_rms [shards * rows] and partial [shards * chunks, d] are F32; chunks = ceil(rows / 64). Without kPlus, plus is null.
+// rms_backward_short<T, kThreads, kPlus>: d is a multiple of 8, at most 8 * kThreads. kThreads adjacent threads share a
+//   chunk, with eight columns per thread. 128 threads per CTA; the grid has ceil(shards * chunks / (128 / kThreads)) CTAs.
+// rms_backward_wide<T, kBlocks, kRows, kPlus>: d is a multiple of 8, at most 256 * kBlocks; kBlocks <= 8. One CTA per chunk; each thread
+//   has two adjacent columns of every 256. The CTA processes kRows rows at a time, while asynchronous copies fetch the next rows.
+//   128 threads per CTA; the grid has shards * chunks CTAs. Dynamic shared memory: 3 * 2 * kRows * d * sizeof(a value) bytes.
+// rms_backward_long<T, kBlocks, kRows, kPlus>: computes what rms_backward_wide computes, for longer rows. For each
+//   of kRows rows, 256 threads compute the mean, one thread per partial sum (math/lanes.cuh); all threads share the
+//   work on dx and dweight. 256 * kRows threads per CTA; grid and shared memory are those of rms_backward_wide.
+// rms_dx<T, kAligned, kPlus>, rms_dweight<T>: for any d, in two passes. kAligned: d is a multiple of 8. rms_dx has 128 threads per CTA, one warp
+//   per row, and ceil(all rows / 4) CTAs. rms_dweight has 128 threads per CTA, one thread per column, and shards * chunks * ceil(d / 128) CTAs.
 #pragma once
 #include "pieces/norm/gradient_rows.cuh"
 
@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kShortThreads)
     backward_short<T, kThreads, kPlus>(x, weight, inv_rms, dy, plus, dx, partial, rows_per_shard, chunks, all_chunks, d, ReadGradient<T>{});
 }
 
-/// Reduces a row's 256 partial sums by halving; thread t of 128 wrote the partial sums 2t and 2t + 1 to `part`.
-/// One warp calls this function.
+/// Reduces the 256 partial sums of a row by halving. Thread t of 128 wrote
+/// the partial sums 2t and 2t + 1 to `part`. One warp calls this function.
 __device__ __forceinline__ float close_pairs(const float2 (&part)[kWideThreads], u32 lane) {
     const float2 a = part[lane], b = part[lane + 32], c = part[lane + 64], d = part[lane + 96];
     const float low = (a.x + c.x) + (b.x + d.x), high = (a.y + c.y) + (b.y + d.y);
@@ -38,13 +38,13 @@ __device__ __forceinline__ float close_pairs(const float2 (&part)[kWideThreads],
     return sum + __shfl_xor_sync(0xFFFFFFFF, sum, 16);
 }
 
-/// Dynamic shared memory of a NormRing of rows of d values.
+/// The dynamic shared memory that a NormRing needs for rows of d values.
 template <typename T, int kRows>
 __device__ constexpr u64 norm_ring_shared_bytes(u64 d) {
     return u64(kWideStages) * 2 * kRows * d * T::kBytes;
 }
 
-/// A ring of batches of kRows rows of x and dy in shared memory. kThreads threads fill it by asynchronous copies.
+/// A ring of batches in shared memory; a batch has kRows rows of x and dy. kThreads threads fill the ring by asynchronous copies.
 template <typename T, int kRows, int kThreads>
 struct NormRing {
     u8* stages;
@@ -71,7 +71,7 @@ struct NormRing {
     }
 };
 
-/// Two adjacent values in shared memory, as F32.
+/// Returns two adjacent values in shared memory, as F32.
 template <typename T>
 __device__ __forceinline__ float2 two_of(const u8* row, u32 column) {
     if constexpr (T::kBytes == 4) return *reinterpret_cast<const float2*>(row + 4 * column);
@@ -79,8 +79,8 @@ __device__ __forceinline__ float2 two_of(const u8* row, u32 column) {
     return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000)};
 }
 
-/// Loads the terms that are added to dx in rows from `base` on. The loads arrive while the means are computed. A
-/// thread has kPairs pairs of adjacent columns, pair p at `column_of(p)`.
+/// Loads the terms that are added to dx, for rows from `base` on. The loads arrive while the means
+/// are computed. A thread has kPairs pairs of adjacent columns; pair p starts at `column_of(p)`.
 template <typename T, int kRows, int kPairs, typename Columns>
 __device__ __forceinline__ void read_pairs(Few<T, 2> (&pairs)[kRows][kPairs], const u8* from, const NormChunk& chunk, u32 base, u32 d,
                                            const Columns& column_of) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ void read_pairs(Few<T, 2> (&pairs)[kRows][kPairs], co
             }
 }
 
-/// dx of two adjacent columns.
+/// Computes dx of two adjacent columns.
 template <typename T>
 __device__ __forceinline__ Few<T, 2> pair_gradient(float2 g, float2 w, float2 normal, float inv, float mean) {
     const float dx[2] = {norm_gradient(__fmul_rn(g.x, w.x), normal.x, inv, mean),
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kWideThreads)
     rms_backward_wide(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
                       const u8* __restrict__ plus, u8* __restrict__ dx, float* __restrict__ partial, u32 rows_per_shard, u32 chunks, u32 d) {
     static_assert(kNormChunk % kRows == 0);
-    extern __shared__ uint4 ring[];  // layout [kWideStages][x, dy][kRows][d]
+    extern __shared__ uint4 ring[];  // layout: [kWideStages][x, dy][kRows][d]
     __shared__ float2 part[kRows][kWideThreads];
     __shared__ float means[kRows];
     const NormChunk chunk(blockIdx.x, chunks, rows_per_shard);
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kWideThreads)
         for (int r = 0; r < kRows; ++r) inv[r] = base + r < chunk.rows ? __ldg(inv_rms + chunk.first + base + r) : 0.0f;
         ptx::copies_wait_but<1>();
         __syncthreads();
-        rows_ring.bring(batch + 2);  // into a stage that no thread still reads
+        rows_ring.bring(batch + 2);  // into a stage that all threads have finished reading
         const u8 *const xs = rows_ring.x_of(batch), *const dys = rows_ring.dy_of(batch);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
@@ -181,9 +181,9 @@ __global__ void __launch_bounds__(kWideThreads)
         if (column_of(b) < d) *reinterpret_cast<float2*>(partial + u64(blockIdx.x) * d + column_of(b)) = sum[b];
 }
 
-constexpr int kLanes = 256;  // partial sums per row
+constexpr int kLanes = 256;  // number of partial sums per row
 
-/// Reduces a row's 256 partial sums by halving; every thread of a warp gets the sum.
+/// Reduces the 256 partial sums of a row by halving; every thread of a warp gets the sum.
 __device__ __forceinline__ float close_row(const float (&part)[kLanes], u32 lane) {
     float x[kLanes / 32];
 #pragma unroll
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kLanes* kRows)
     static_assert(kNormChunk % kRows == 0 && kBlocks % (2 * kRows) == 0);
     constexpr int kThreads = kLanes * kRows;
     constexpr int kPairs = kBlocks / (2 * kRows);  // one pair of adjacent columns in every 2 * kThreads columns
-    extern __shared__ uint4 ring[];                // layout [kWideStages][x, dy][kRows][d]
+    extern __shared__ uint4 ring[];                // layout: [kWideStages][x, dy][kRows][d]
     __shared__ float part[2][kRows][kLanes];       // partial sums of this batch and of the previous batch, which may still be read
     const NormChunk chunk(blockIdx.x, chunks, rows_per_shard);
     const u32 row_bytes = d * T::kBytes, lane = threadIdx.x % kLanes, own = threadIdx.x / kLanes;
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kLanes* kRows)
         for (int r = 0; r < kRows; ++r) inv[r] = base + r < chunk.rows ? __ldg(inv_rms + chunk.first + base + r) : 0.0f;
         ptx::copies_wait_but<1>();
         __syncthreads();
-        rows_ring.bring(batch + 2);  // into a stage that no thread still reads
+        rows_ring.bring(batch + 2);  // into a stage that all threads have finished reading
         const u8 *const xs = rows_ring.x_of(batch), *const dys = rows_ring.dy_of(batch);
         float(&parts)[kRows][kLanes] = part[batch % 2];
         if (base + own < chunk.rows) {

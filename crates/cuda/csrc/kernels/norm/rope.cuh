@@ -1,12 +1,12 @@
-// Rotary position embedding of the last elements of heads (halves convention); the other elements are copied.
+// Rotary position embedding of the last elements of each head (halves convention); all other elements are copied.
 //
-// rope<T, kCount>: x, y [rows, heads * 2 * units * kCount] of type T (Bf16 or F32). In each head the first 2 * kept_units * kCount elements
-//   are copied, and the following 2 * half elements are rotated, half = (units - kept_units) * kCount. table [positions, 2 * half] F32:
-//   cosines, then sines, from the first position on. A thread rotates kCount pairs of a row in up to kRopeHeads heads, or copies as many
-//   elements; it reads the pairs' angles once. A thread's heads are g, g + head_groups, ..., head_groups = ceil(heads / kRopeHeads). A unit
-//   of kCount elements has 16 bytes if half of the copied and half of the rotated elements are multiples of 16 bytes; otherwise kCount is
-//   1. sign: 1, or -1 to rotate back.
-//   256 threads; grid ceil(tasks / 256), tasks = rows * head_groups * units below 2^31.
+// rope<T, kCount>: x and y are [rows, heads * 2 * units * kCount] of type T (Bf16 or F32). In each head the first 2 * kept_units
+//   * kCount elements are copied, and the following 2 * half elements are rotated, half = (units - kept_units) * kCount. table
+//   [positions, 2 * half] is F32: cosines, then sines, from the first position on. A thread rotates kCount pairs of a row in up
+//   to kRopeHeads heads, or copies as many elements; it reads the pairs' angles once. A thread's heads are g, g + head_groups,
+//   ..., head_groups = ceil(heads / kRopeHeads). A unit of kCount elements has 16 bytes if half of the copied and half of the
+//   rotated elements are multiples of 16 bytes; otherwise kCount is 1. sign is 1 to rotate, or -1 to rotate back.
+//   256 threads per CTA; the grid has ceil(tasks / 256) CTAs, where tasks = rows * head_groups * units is below 2^31.
 #pragma once
 #include "pieces/norm/turn.cuh"
 
@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(kRopeThreads)
     const u32 above = by_units.divide(task), unit = task - above * units;
     const u32 row = by_groups.divide(above), group = above - row * head_groups;
     const bool turns = unit >= kept_units;
-    // A thread has two runs of elements of a head. In units: where the first run begins, and the distance to the
-    // second run.
+    // A thread has two runs of elements of a head. The next lines compute, in
+    // units, where the first run begins and how far away the second run is.
     const u32 pair = unit - kept_units, distance = turns ? units - kept_units : kept_units;
     const u64 begin = u64(row) * heads * 2 * units + (turns ? kept_units + unit : unit);
     X low[kRopeHeads], high[kRopeHeads];

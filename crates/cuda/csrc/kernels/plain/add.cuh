@@ -1,16 +1,16 @@
-// a + b in F32, rounded once; optionally a third term is then added, and the sum is rounded again.
+// Computes a + b in F32, rounded once. Optionally a third term is then added, and the sum is rounded again.
 //
-// add<T, kPlus>: out[i] = a[i] + b[i]; kPlus: this sum is rounded, and plus[i] is added. T is Bf16 or F32; buffers are 16-byte
-//   aligned. 256 threads; grid ceil(len / (4 · 256 · values in 16 bytes)); any len.
+// add<T, kPlus>: out[i] = a[i] + b[i], rounded; with kPlus, plus[i] is then added. T is Bf16 or F32; buffers are
+//   16-byte aligned. 256 threads per CTA; the grid has ceil(len / (4 · 256 · values in 16 bytes)) CTAs, for any len.
 #pragma once
 #include "formats/plain.cuh"
 
 namespace nib {
 
 constexpr int kAddThreads = 256;
-constexpr int kAddUnits = 4;  // units per thread, whose loads are all in flight
+constexpr int kAddUnits = 4;  // number of units per thread, whose loads are all in flight
 
-/// kCount adjacent values of all terms, `at` bytes from the starts of their buffers.
+/// kCount adjacent values of each term, at offset `at` bytes in its buffer.
 template <typename T, int kCount, bool kPlus>
 struct Terms {
     using X = Few<T, kCount>;

@@ -1,11 +1,11 @@
-// Adds a bias to every row; and computes the bias's gradient.
+// Adds a bias to every row, and computes the gradient of the bias.
 //
-// x, dy [rows, d] of type T (Bf16 or F32); bias [d] F32.
-// add_bias<T, kCount>: adds bias to x in F32, rounded once, in place. A thread has kCount adjacent columns of kBiasRows rows; kCount > 1:
-//   d is a multiple of kCount, and x is 16-byte aligned. 256 threads; grid ceil(d / kCount · ceil(rows / kBiasRows) / 256).
-// bias_sums<T, kCount>: sums over chunks of 64 rows of a shard, in order from 0; `close_level` (row_tree.cuh) adds these sums. partial
-//   [shards * chunks, d] F32, chunks = ceil(rows_per_shard / 64). A thread has kCount adjacent columns of a chunk.
-//   128 threads; grid ceil(d / kCount · shards · chunks / 128).
+// x and dy are [rows, d] of type T (Bf16 or F32); bias is F32 [d].
+// add_bias<T, kCount>: adds bias to x in place, in F32, rounded once. A thread has kCount adjacent columns of kBiasRows rows. If kCount > 1, d
+//   is a multiple of kCount, and x is 16-byte aligned. 256 threads per CTA; the grid has ceil(d / kCount · ceil(rows / kBiasRows) / 256) CTAs.
+// bias_sums<T, kCount>: sums over chunks of 64 rows of a shard, in order from 0; `close_level` (row_tree.cuh) adds these sums.
+//   partial is F32 [shards * chunks, d], chunks = ceil(rows_per_shard / 64). A thread has kCount adjacent columns of a chunk.
+//   128 threads per CTA; the grid has ceil(d / kCount · shards · chunks / 128) CTAs.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/norm/gradient_rows.cuh"
@@ -13,7 +13,7 @@
 namespace nib {
 
 constexpr int kBiasThreads = 256;
-constexpr int kBiasRows = 4;  // rows per thread, whose loads are all in flight
+constexpr int kBiasRows = 4;  // number of rows per thread, whose loads are all in flight
 
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kBiasThreads) add_bias(u8* __restrict__ x, const float* __restrict__ bias, u32 rows, u32 d) {

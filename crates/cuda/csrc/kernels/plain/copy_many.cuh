@@ -1,25 +1,25 @@
-// Copies many runs of strided rows of bytes in one launch, for copies that are each too short to fill the device.
+// Copies many strided runs of rows of bytes in one launch, because each run alone would be too short to fill the device.
 //
-// copy_many: run i copies `lines` rows of `len` units from `from` to `to`; a unit is 2^log bytes, which divides every address and
-//   distance. Strides are in units. Runs do not overlap. A CTA takes 1024 units of one run.
-//   256 threads; the grid has the CTAs of all runs; the table of runs is a kernel parameter.
+// copy_many: run i copies `lines` rows of `len` units from `from` to `to`. A unit has 2^log bytes, which divides
+//   every address and stride; strides are in units. Runs do not overlap. A CTA copies 1024 units of one run.
+//   256 threads per CTA; the grid has the CTAs of all runs; the table of runs is a kernel parameter.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib {
 
 constexpr int kCopyThreads = 256;
-constexpr u32 kCopyUnits = 4;  // units per thread, in flight at once
+constexpr u32 kCopyUnits = 4;  // number of units per thread, all in flight at once
 constexpr int kMostCopies = 64;
 
-/// A run of rows, and its first CTA.
+/// A run of rows, and the index of its first CTA.
 struct CopyRun {
     const u8* from;
     u8* to;
     u32 from_stride;
     u32 to_stride;
     u32 len;
-    u32 units;  // units in all rows of the run
+    u32 units;  // number of units in all rows of the run
     u32 log;
     u32 first_cta;
 };

@@ -1,7 +1,7 @@
-// GELU, and its gradient, element by element, rounded once.
+// GELU and its gradient, computed element by element and rounded once.
 //
-// gelu<T, kBackward>: out[i] = h[i] · Φ(h[i]); kBackward: out[i] = da[i] · (Φ(h[i]) + h[i] · φ(h[i])), otherwise da is null. T is Bf16 or
-//   F32; buffers are 16-byte aligned. 256 threads; grid ceil(len / (256 · values in 16 bytes)); any len.
+// gelu<T, kBackward>: out[i] = h[i] · Φ(h[i]), and da is null. kBackward: out[i] = da[i] · (Φ(h[i]) + h[i] · φ(h[i])). T is Bf16 or
+//   F32; buffers are 16-byte aligned. 256 threads per CTA; the grid has ceil(len / (256 · values in 16 bytes)) CTAs, for any len.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/normal_cdf.cuh"

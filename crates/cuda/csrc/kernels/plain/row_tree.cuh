@@ -1,12 +1,12 @@
-// Sums rows of F32 as a tree over neighbours, ((0+1)+(2+3))...; a node without a right neighbour moves up unchanged.
+// Sums F32 rows as a binary tree over neighbours, ((0+1)+(2+3))...; a node without a right neighbour moves up unchanged.
 //
-// close_level<kCount>: x [shards * rows, cols], in groups of kGroupRows rows; the last group of a shard may be shorter. The sums go to out
-//   [shards * groups, cols] or, if there is one group per shard, are added to out [shards, cols]. kCount: 4 if cols is a multiple of 4,
-//   else 1.
-//   256 threads; grid shards * groups * ceil(cols / (32 * kCount)); may be launched early.
+// close_level<kCount>: sums x [shards * rows, cols] in groups of kGroupRows rows; the last group of
+//   a shard may be shorter. The sums go to out [shards * groups, cols]; but if there is one group
+//   per shard, they are added to out [shards, cols]. kCount is 4 if cols is a multiple of 4, else 1.
+//   256 threads per CTA; the grid has shards * groups * ceil(cols / (32 * kCount)) CTAs. The kernel may be launched early (programmatic dependent launch).
 //
-// The number of rows in a group is a power of two, so the tree over the groups' sums continues the tree over rows. Each launch computes
-// one level of groups.
+// The number of rows in a group is a power of two, so the tree over the groups'
+// sums continues the tree over the rows. Each launch computes one level of groups.
 #pragma once
 #include "pieces/plain/row_sums.cuh"
 

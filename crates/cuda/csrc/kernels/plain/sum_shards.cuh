@@ -1,20 +1,20 @@
-// Sums the shards of each matrix of a stack in F32 as a tree over neighbours, ((0+1)+(2+3))..., and rounds once.
+// Sums the shards of each matrix of a stack in F32 as a binary tree over neighbours, ((0+1)+(2+3))..., and rounds once.
 //
-// sum_shards<From, To, kShards>: out[m * len + i] = the tree over x[(m * kShards + s) * len + i] for matrix m. Types are Bf16 or F32;
-//   buffers are 16-byte aligned. 256 threads; grid matrices * ctas_each, ctas_each = ceil(len / (1024 * kShardGroups<kShards>)); any len.
+// sum_shards<From, To, kShards>: out[m * len + i] = the tree sum of x[(m * kShards + s) * len + i] over shards s, for matrix m. Types are Bf16 or F32; buffers
+//   are 16-byte aligned. 256 threads per CTA; the grid has matrices * ctas_each CTAs, ctas_each = ceil(len / (1024 * kShardGroups<kShards>)), for any len.
 #pragma once
 #include "formats/plain.cuh"
 
 namespace nib {
 
 constexpr int kShardThreads = 256;
-constexpr int kShardCount = 4;  // adjacent values that a thread reads at once
+constexpr int kShardCount = 4;  // number of adjacent values that a thread reads at once
 
-/// Groups of adjacent values per thread: enough that at least four loads are in flight.
+/// The number of groups of adjacent values per thread. It is large enough that at least four loads are in flight.
 template <int kShards>
 constexpr int kShardGroups = kShards < 4 ? 4 / kShards : 1;
 
-/// The tree sum over kShards matrices that are `stride` bytes apart.
+/// Computes the tree sum over kShards matrices that are `stride` bytes apart.
 template <typename From, int kCount, int kShards>
 __device__ __forceinline__ void shard_tree(const u8* x, u64 stride, float (&sum)[kCount]) {
     if constexpr (kShards == 1) {

@@ -2,11 +2,11 @@
 //   reads kPerChunk rows of 16 bytes, transposes them in registers and writes them to shared memory. Whole rows of the result are
 //   then stored from shared memory. The 16-byte chunks of shared memory are swizzled by their row, so that neither writes nor reads
 //   have bank conflicts.
-//   256 threads; grid stack · ceil(n / kTile) · ceil(k / kTile); kTile = 128 (BF16), 64 (F32). kAligned: n and k are multiples of 16
-//   bytes.
+//   256 threads per CTA; the grid has stack · ceil(n / kTile) · ceil(k / kTile) CTAs; kTile
+//   = 128 (BF16) or 64 (F32). kAligned: rows of n and of k values are multiples of 16 bytes.
 //
-// Measured on an H200, as shares of the bandwidth limit: eight matrices of 4096 x 7168 93 %, one of 7168 x 4096 92 %, in both types;
-// 4096 x 4096 in BF16 84 %; BF16 with odd sides 22 to 32 %.
+// Speed on an H200, in % of the bandwidth limit: in both types, 93 % for eight matrices of 4096 x
+// 7168, and 92 % for one of 7168 x 4096; in BF16, 84 % for 4096 x 4096, and 22 to 32 % for odd sides.
 #pragma once
 #include "formats/bf16.cuh"
 #include "math/reduce.cuh"
@@ -17,18 +17,18 @@ constexpr int kTransposeThreads = 256;
 
 template <typename T>
 struct TransposeTile {
-    static constexpr int kPerChunk = 16 / T::kBytes;  // values in 16 bytes
+    static constexpr int kPerChunk = 16 / T::kBytes;  // number of values in 16 bytes
     static constexpr int kTile = 16 * kPerChunk;
 };
 
-/// The bits of a value of 2 or 4 bytes.
+/// The bits of a value, which has 2 or 4 bytes.
 template <int kBytes>
 __device__ __forceinline__ u32 load_number(const u8* from) {
     if constexpr (kBytes == 4) return __ldg(reinterpret_cast<const u32*>(from));
     return __ldg(reinterpret_cast<const u16*>(from));
 }
 
-/// `left` values, then zeros; kAligned: `left` covers all values or none.
+/// Loads `left` values, then zeros. kAligned: `left` covers either all values or none.
 template <typename T, bool kAligned>
 __device__ __forceinline__ uint4 load_unit(const u8* from, int left) {
     uint4 v = {0, 0, 0, 0};
@@ -69,8 +69,8 @@ __device__ __forceinline__ void turn(uint4 (&v)[4]) {
     v[3] = {a.w, b.w, c.w, d.w};
 }
 __device__ __forceinline__ void turn(uint4 (&v)[8]) {
-    // First the words of the even rows and of the odd rows are transposed, 4 x 4 each; then the half-words of each pair
-    // of rows.
+    // Two steps: first transpose the words of the even rows and the words of the
+    // odd rows, 4 x 4 each; then transpose the half-words of each pair of rows.
     uint4 even[4], odd[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kTransposeThreads)
     in += u64(matrix) * n * k * T::kBytes;
     out += u64(matrix) * n * k * T::kBytes;
 
-    const int i = threadIdx.x / 16, j = threadIdx.x % 16;  // index of the thread's kPerChunk x kPerChunk block: i down, j across
+    const int i = threadIdx.x / 16, j = threadIdx.x % 16;  // position of this thread's kPerChunk x kPerChunk block: i down, j across
     uint4 v[kPerChunk];
 #pragma unroll
     for (int r = 0; r < kPerChunk; ++r) {
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kTransposeThreads)
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < kPerChunk; ++r) {
-        // The threads store rows of 16 chunks in sequence, so that a warp writes two whole rows.
+        // Consecutive threads store consecutive chunks of rows of 16 chunks, so that a warp writes two whole rows.
         const int line = r * 16 + i;
         const u32 y = col + line, x = row + j * kPerChunk;
         if (y < k)

@@ -2,7 +2,7 @@
 //
 // scale_sums<Out>: sums and d are [rows][cols]. d = sums · (a_scale · b_scale), or d + sums · (a_scale · b_scale), rounded once.
 //   With contraction = 0: a_scale[row]; b_scale[column], or with groups b_scale[group * cols + column]. Rows outside all groups become zeros.
-//   With contraction = 1: d has `groups` matrices of all `rows` rows. The scales of a matrix are those of its group's first row; `capacity` rows exist.
+//   With contraction = 1: d is a stack of `groups` matrices. The scales of a matrix are entries of its group's first row; scales have `capacity` entries.
 //   a_scale, b_scale: null if the operand has no tensor scale. start, len: the groups of rows (null: all rows are one group). 256
 //   threads per CTA; the grid has ceil(rows * segments / 8) CTAs; segments = ceil(cols / 512), and `by_segments` divides by it.
 #pragma once
