@@ -1,14 +1,14 @@
-// Sums the rows of a token's slots to one row.
+// Sums the rows that belong to the slots of a token to one row per token.
 //
-// combine_slots<T, kCount, kUnits>: out[t] = the sum over slots s of rows[index[t · top_k + s]], in F32, in slot order, rounded once; an
-//   index outside the num_rows rows (at least one) adds zeros. Without an index, slot s of token t is row t · top_k + s. With `plus`,
-//   plus[t] is added to the rounded sum, and the result is rounded again. T is Bf16 or F32. A unit has kCount columns: 16 bytes if a row is
-//   a multiple of 16 bytes, else one column. A thread has kUnits units: 1, or 4 with fewer than 4 slots, since threads with a single load
-//   each are too short-lived.
-//   256 threads; grid ceil(units / (256 · kUnits)), units = tokens · cols / kCount below 2^31; units_per_row = cols / kCount.
+// combine_slots<T, kCount, kUnits>: out[t] = the sum over slots s of rows[index[t · top_k + s]], in F32, in slot order,
+//   rounded once. An index outside the num_rows rows (at least one) adds zeros. If `index` is null, slot s of token t
+//   has row t · top_k + s. With `plus`, plus[t] is added to the rounded sum, and the result is rounded again. T is Bf16
+//   or F32. A unit has kCount columns: 16 bytes if a row is a multiple of 16 bytes, else one column. A thread has
+//   kUnits units: 1, or 4 if a token has fewer than 4 slots, because a thread with a single load is too short-lived.
+//   256 threads per CTA; the grid has ceil(units / (256 · kUnits)) CTAs; units = tokens · cols / kCount is below 2^31; units_per_row = cols / kCount.
 //
-// Measured on an H200 in BF16, as shares of the bandwidth limit: 32768 x 7168 with top 1 of 8 99 % (one unit per thread: 73 %), top 4 of 32
-// 102 %, top 8 of 256 100 %; 32768 x 2048 98, 95, 90 %; 4096 x 7168 91, 84, 76 %.
+// Speed on an H200 in BF16, in % of the bandwidth limit, for top 1 of 8, top 4 of 32 and top 8 of 256 experts: 99, 102 and 100
+// % at 32768 x 7168 (top 1 with one unit per thread: 73 %); 98, 95 and 90 % at 32768 x 2048; 91, 84 and 76 % at 4096 x 7168.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -20,19 +20,19 @@ constexpr int kCombineThreads = 256;
 /// The rows of a unit's slots, and their sum.
 template <typename T, int kCount>
 struct Slots {
-    const u8* column;  // address of the unit's columns in the first row
+    const u8* column;  // address of the unit's columns in row 0
     u64 slot;          // index of the next slot
     float sum[kCount];
 };
 
-/// Parameters that all slots share.
+/// The parameters that are the same for all slots.
 struct SlotRows {
     const int* index;
     u32 num_rows;
     u64 row_bytes;
 };
 
-/// Adds the rows of each unit's next kSlots slots: first all loads, then the sums in order.
+/// Adds the rows of each unit's next kSlots slots: it first issues all loads, then adds in order.
 template <int kSlots, typename T, int kCount, int kUnits>
 __device__ __forceinline__ void add_slots(const SlotRows& rows, Slots<T, kCount> (&to)[kUnits]) {
     Few<T, kCount> x[kUnits][kSlots];

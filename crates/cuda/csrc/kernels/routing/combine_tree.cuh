@@ -1,18 +1,18 @@
-// Sums the rows of a token's slots in a binary tree over leaves, rounding at each node.
+// Sums the rows that belong to the slots of a token in a binary tree over leaves, and rounds at each node.
 //
-// combine_tree<T, kCount>: out[t] = the root's sum of rows[index[t · top_k + s]]; each of these rows is at leaf[t · top_k + s]. A node
-//   lo..hi is split at lo + (hi - lo) / 2. If both children have rows, the node's sum is left + right in F32, rounded to T; a single child
-//   moves up unchanged.
+// combine_tree<T, kCount>: out[t] is the sum at the tree's root of rows[index[t · top_k + s]]; each of these rows
+//   is at leaf[t · top_k + s]. A node for leaves lo..hi is split at lo + (hi - lo) / 2. If both children have rows,
+//   the node's sum is left + right in F32, rounded to T. If only one child has rows, its sum moves up unchanged.
 //   Rows of one leaf are added in slot order, and each sum is rounded. A slot is valid if its row is below num_rows and its leaf below
-//   `leaves` (below 2^31); out[t] is zero if no slot is valid. With `plus`, plus[t] is added to the root's sum, and the result is rounded
-//   again. T is Bf16 or F32. A unit has kCount columns: 16 bytes if a row is a multiple of 16 bytes, else one column.
-//   256 threads, one warp for kTreeChunk units of a token; grid ceil(items / 8), items = tokens · chunks below 2^31, chunks =
-//   ceil(units_per_row / kTreeChunk); top_k at most 32; dynamic shared memory: combine_tree_shared_bytes.
+//   `leaves`, which is below 2^31; out[t] is zero if no slot is valid. With `plus`, plus[t] is added to the root's sum, and the result
+//   is rounded again. T is Bf16 or F32. A unit has kCount columns: 16 bytes if a row is a multiple of 16 bytes, else one column.
+//   256 threads per CTA; a warp has kTreeChunk units of a token. The grid has ceil(items / 8) CTAs; items = tokens · chunks is
+//   below 2^31, chunks = ceil(units_per_row / kTreeChunk). top_k is at most 32. Dynamic shared memory: combine_tree_shared_bytes.
 //
-// A warp sorts its token's slots by leaf, one slot per lane, and finds for each sum the row after which the sum is complete. Then each lane
-// sums its own units over the rows in that order. A lane issues all its loads first, with as many bytes in flight for few rows as for many.
-// Partial sums that wait for their right side are in shared memory, one column per thread, because indices there may be dynamic. Since
-// partial sums are rounded to T, they are as small as rows.
+// A warp sorts its token's slots by leaf, one slot per lane, and finds for each sum the row after which the sum is complete.
+// Then each lane sums its own units over the rows in that order. A lane issues all its loads first, and has as many bytes in
+// flight for few rows as for many. Partial sums that wait for the right child of their node are in shared memory, one column
+// per thread, because indices there may be dynamic. Partial sums are rounded to T, so they are as small as rows.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -21,12 +21,12 @@ namespace nib {
 
 constexpr int kTreeThreads = 256;
 constexpr int kTreeWarps = kTreeThreads / 32;
-/// Units per lane, and then units per warp.
+/// Number of units per lane, and number of units per warp.
 constexpr int kTreeUnits = 4;
 constexpr int kTreeChunk = 32 * kTreeUnits;
 
-/// The most partial sums that a thread holds at a time. Pending sums belong to nodes of strictly increasing depth, or to a leaf. With four
-/// rows or fewer, a thread sums two units at a time.
+/// The most partial sums that wait in a thread at a time. Waiting sums belong to nodes of strictly
+/// increasing depth, or to a leaf. With four rows or fewer, a thread sums two units at a time.
 __device__ constexpr int tree_entries(int top_k, u32 leaves) {
     int height = 0;
     while (height < 31 && (1u << height) < leaves) ++height;
@@ -41,7 +41,7 @@ __device__ constexpr u64 combine_tree_shared_bytes(int top_k, u32 leaves) {
     return u64(tree_entries(top_k, leaves)) * kTreeThreads * Few<T, kCount>::kBytes;
 }
 
-/// A row and its leaf.
+/// A row, and the leaf at which it is.
 struct TreeSlot {
     u32 row;
     u32 leaf;
@@ -49,12 +49,12 @@ struct TreeSlot {
 
 /// The rows of a token, sorted by leaf and spread over the lanes of a warp.
 struct TreeOrder {
-    int count;   // rows in all lanes together
+    int count;   // number of rows in all lanes together
     u32 row;     // lane i: the i-th row
     int closes;  // lane i: the row after which the sum that ends with row i and the sum that starts with row i + 1 are added; -1 for none
 };
 
-/// The depth of the tree node with leaf a on its left side and leaf b on its right side.
+/// Returns the depth of the tree node that has leaf a on its left side and leaf b on its right side.
 __device__ __forceinline__ int split_depth(u32 a, u32 b, u32 leaves) {
     u32 lo = 0;
     int depth = 0;
@@ -71,7 +71,7 @@ __device__ __forceinline__ int split_depth(u32 a, u32 b, u32 leaves) {
     }
 }
 
-/// Every lane of the warp calls this function; `sorted` is shared memory of the warp.
+/// Every lane of the warp calls this function; `sorted` is shared memory that belongs to the warp.
 __device__ __forceinline__ TreeOrder order_slots(const int* index, const int* leaf_of, int top_k, u32 num_rows, u32 leaves,
                                                  TreeSlot (&sorted)[32]) {
     const int lane = ptx::lane_idx();
@@ -94,12 +94,12 @@ __device__ __forceinline__ TreeOrder order_slots(const int* index, const int* le
     const TreeSlot mine = lane < order.count ? sorted[lane] : TreeSlot{0, 0};
     order.row = mine.row;
     const u32 next = __shfl_down_sync(kAllLanes, mine.leaf, 1);
-    // Depth of the node at which a row meets the next row. If both rows are at one leaf, this depth
-    // is larger than that of any node.
+    // Depth of the node at which a row meets the next row. If both rows
+    // are at the same leaf, this depth is larger than that of any node.
     const bool has_next = lane + 1 < order.count;
     int depth = -1;
     if (has_next) depth = mine.leaf == next ? 32 : split_depth(mine.leaf, next, leaves);
-    // The node's right side ends before the next node of the same or a smaller depth.
+    // The right side of the node ends before the next node of the same or a smaller depth.
     order.closes = -1;
     for (int i = 1; i < order.count; ++i) {
         const int other = __shfl_sync(kAllLanes, depth, i);
@@ -108,11 +108,11 @@ __device__ __forceinline__ TreeOrder order_slots(const int* index, const int* le
     return order;
 }
 
-/// Parameters that all units share.
+/// The parameters that are the same for all units.
 struct TreeRows {
     const u8* rows;
-    const u8* plus;  // row of `plus` for the token, or null
-    u8* out;         // output row of the token
+    const u8* plus;  // the token's row of `plus`, or null
+    u8* out;         // the token's output row
     u64 row_bytes;
     u32 units_per_row;
 };
@@ -128,8 +128,8 @@ __device__ __forceinline__ void keep(u8* to, const Few<T, kCount>& x) {
         *reinterpret_cast<u16*>(to) = u16(x.word[0]);
 }
 
-/// Sums kUnits units per lane, from the warp's unit `first_unit` on, for a token with at most kRows rows; kRows = 8 stands for
-/// any number of rows.
+/// Sums kUnits units per lane, from the warp's unit `first_unit` on, for a
+/// token that has at most kRows rows; kRows = 8 stands for any number of rows.
 template <int kUnits, int kRows, typename T, int kCount>
 __device__ __forceinline__ void sum_units(const TreeRows& from, const TreeOrder& order, u32 first_unit, u8* stack) {
     using Unit = Few<T, kCount>;
@@ -210,8 +210,8 @@ __global__ void __launch_bounds__(kTreeThreads, 4)
     }
 }
 
-/// find_slots: found[row_slot[r]] = r if row_slot[r] is below `slots`; other entries of `found` are unchanged. 256 threads;
-/// grid ceil(rows / 256).
+/// find_slots: found[row_slot[r]] = r if row_slot[r] is below `slots`; other entries
+/// of `found` are unchanged. 256 threads per CTA; the grid has ceil(rows / 256) CTAs.
 __global__ void __launch_bounds__(kTreeThreads)
     find_slots(const int* __restrict__ row_slot, int* __restrict__ found, u32 rows, u32 slots) {
     const u32 row = blockIdx.x * kTreeThreads + threadIdx.x;

@@ -1,18 +1,18 @@
-// Copies rows to other places without decoding them: permute with padding, unpermute, and packing or unpacking of all-to-all records.
+// Copies rows to other places without decoding them: permutes rows with padding, undoes the permutation, and packs or unpacks all-to-all records.
 //
-// copy_rows<kUnits, kEach>: row i of each buffer's `out` is row source[i] (source null: row i) of the buffer's `in`, or `pad` if `in` has
-//   no such row. 2^lanes_log2 lanes process kEach rows, and load a row's codes and scales in one batch. Rows are processed in index order
-//   (row null) or in slot order: row[s], for s below num_slots, is the row of slot s, and all other rows are padding. In slot order, slots
-//   of one source row are adjacent, so that the row is read from memory once, by the same lanes. In index order a source row would have
-//   left the cache before its next use.
-//   128 threads; grid ceil(rows · lanes / (128 · kEach)); num_slots <= rows; lanes_log2 is at most 7, best such that a lane has up to
-//   kUnits units of 16 bytes. kUnits: 6 for short rows, of which more must be in flight, else 8. kEach: 4 if a source row has that many
-//   slots, else 1.
+// copy_rows<kUnits, kEach>: for each buffer, row i of `out` is row source[i] of `in` (source null: row i), or `pad`
+//   if `in` has no such row. 2^lanes_log2 lanes copy kEach rows, and load a row's codes and scales in one batch. The
+//   lanes take rows in index order (row null), or in slot order: row[s], for s below num_slots, is the output row of
+//   slot s, and all other rows are padding. In slot order, slots of one source row are adjacent, so that the same
+//   lanes read the row from memory once. In index order, a source row would have left the cache before its next use.
+//   128 threads per CTA; the grid has ceil(rows · lanes / (128 · kEach)) CTAs; num_slots <= rows. lanes_log2
+//   is at most 7; it is best if each lane has up to kUnits units of 16 bytes. kUnits is 6 for short rows, of
+//   which more must be in flight, else 8. kEach is 4 if a source row has that many slots, else 1.
 //
-// Measured on an H200, as shares of the bandwidth limit, in BF16, E4M3 and MXFP4 (each time includes 3.4 us for a launch). Permute, top 1
-// of 32:
-// 32768 x 7168 94, 94, 91 %, 32768 x 2048 92, 88, 81 %. Unpermute 32768 x 7168 in BF16: 96 %. Permute 32768 x 2048, top 8 of 128, BF16 and
-// MXFP4: 86, 80 %; 32768 x 1024, top 8 of 64: 85, 73 %.
+// Speed on an H200, in % of the bandwidth limit, in BF16, E4M3 and MXFP4 (each time includes
+// 3.4 us for a launch). Permute with top 1 of 32: 94, 94 and 91 % at 32768 x 7168; 92, 88 and
+// 81 % at 32768 x 2048. Unpermute at 32768 x 7168 in BF16: 96 %. Permute in BF16 and MXFP4: 86
+// and 80 % at 32768 x 2048 with top 8 of 128; 85 and 73 % at 32768 x 1024 with top 8 of 64.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/types.cuh"
@@ -21,27 +21,27 @@ namespace nib {
 
 constexpr int kCopyThreads = 128;
 
-/// One buffer: the codes or the scales of all rows. `unit` is 16, 4 or 1, and divides all addresses, strides and byte
-/// counts of the buffer.
+/// One buffer, which holds the codes or the scales of all rows. `unit` is 16,
+/// 4 or 1, and divides all addresses, strides and byte counts of the buffer.
 struct RowPlane {
     const u8* in;
     u8* out;
     u64 in_stride;
     u64 out_stride;
-    u32 bytes;  // bytes per row; 0: the buffer does not exist
+    u32 bytes;  // number of bytes per row; 0 if the buffer does not exist
     u32 pad;    // the word that fills padding
     u32 unit;
 };
 
-/// Copies row `from` of `in` to row `to` of `out`. If the row is not `present`, either nothing is copied or padding is
-/// written.
+/// Copies row `from` of `in` to row `to` of `out`. If `present` is false,
+/// the row of `out` is either left unchanged or filled with padding.
 struct RowMove {
     u64 from;
     u64 to;
     bool present;
 };
 
-/// The lanes that move a row.
+/// The lanes that copy a row.
 struct RowLanes {
     u32 lane;
     u32 lanes;
@@ -65,7 +65,7 @@ struct WideRows {
     }
 };
 
-/// Copies several rows. A row with the same source as the previous row is not read again.
+/// Copies several rows. If a row has the same source as the previous row, the source is not read again.
 template <int kUnits, int kEach>
 __device__ __forceinline__ void copy_wide(const WideRows& rows, const RowMove (&moves)[kEach], RowLanes at) {
     const u32 units = rows.units();
@@ -104,7 +104,7 @@ template <typename T>
 __device__ __forceinline__ void copy_narrow(const RowPlane& plane, RowMove move, RowLanes at) {
     const T* const in = reinterpret_cast<const T*>(plane.in + move.from * plane.in_stride);
     T* const out = reinterpret_cast<T*>(plane.out + move.to * plane.out_stride);
-    constexpr u32 kOfPad = 4 / sizeof(T);  // units of T per word of padding
+    constexpr u32 kOfPad = 4 / sizeof(T);  // number of units of T per word of padding
     for (u32 unit = at.lane; unit < plane.bytes / sizeof(T); unit += at.lanes)
         out[unit] = move.present ? __ldg(in + unit) : T(plane.pad >> (unit % kOfPad * 8 * sizeof(T)));
 }

@@ -1,5 +1,5 @@
 // gather_scalars: out[i] = values[index[i]], or 0 if index[i] is negative or past the end.
-//   256 threads; grid ceil(len / 256).
+//   256 threads per CTA; the grid has ceil(len / 256) CTAs.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -1,9 +1,9 @@
-// Subdivides experts' rows into parts: finds the part of each slot's row, and joins several groups into one.
+// Divides the rows of each expert into parts: finds the part of each slot's row, and joins several groups into one group.
 //
-// assign_parts: out[s] = expert[s] * parts + (token_id[s / top_k] / part_tokens) mod parts; -1 if the expert is negative.
-//   256 threads; grid ceil(slots / 256), slots below 2^31.
-// join_groups: joins `parts` consecutive groups into one group, from the first group's start to the last group's end. `start` has an
-//   additional last entry, which is copied. 256 threads; grid ceil((groups + 1) / 256), groups = the number of joined groups.
+// assign_parts: out[s] = expert[s] * parts + (token_id[s / top_k] / part_tokens) mod parts, or -1 if expert[s] is negative.
+//   256 threads per CTA; the grid has ceil(slots / 256) CTAs; slots is below 2^31.
+// join_groups: joins `parts` consecutive groups into one group, from the first group's start to the last group's end. `start` has an additional
+//   last entry, which is copied. 256 threads per CTA; the grid has ceil((groups + 1) / 256) CTAs, where groups = the number of joined groups.
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/types.cuh"

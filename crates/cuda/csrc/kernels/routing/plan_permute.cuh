@@ -1,18 +1,18 @@
-// Sorts slots by expert, stably, and pads each expert's group to a multiple of `align` rows.
+// Sorts slots by expert with a stable sort, and pads each expert's group to a multiple of `align` rows.
 //
-// A slot is occupied if its expert is 0 .. groups - 1. Slots are divided into chunks of passes * 2048, one CTA each.
-// plan_count<kThreads>: counts[chunk][columns] = the number of the chunk's slots in each group; columns = groups rounded up to 8, at most
-//   32768 slots per chunk.
-// plan_place<kThreads>: computes from all counts the groups' start [groups + 1] and len [groups]. For each row (of `capacity`) the kernel
-//   writes the slot, the slot's token and its global number token_id * top_k + slot, or -1 for padding; for each occupied slot (of
-//   `num_slots`) its row; and found = {rows needed, slots occupied}. If the first number exceeds the capacity, or the second exceeds
-//   num_slots, all groups are empty and all rows are padding.
-//   kThreads = kPlanThreads threads; grid chunks. plan_place may be launched early and needs at least one CTA; further CTAs help with the
-//   padding. Dynamic shared memory: plan_count 4 * columns bytes; plan_place 8208 + 16 * columns + max(8 * count_rows * columns, 8192 + 32
-//   * columns). columns at most 4096, slots below 2^31 - 2^16.
+// A slot is occupied if its expert is 0 .. groups - 1. Slots are divided into chunks of passes * 2048 slots, one CTA per chunk.
+// plan_count<kThreads>: writes counts[chunk][columns], the number of slots of the chunk
+//   in each group; columns = groups rounded up to 8. A chunk has at most 32768 slots.
+// plan_place<kThreads>: computes from all counts the groups' start [groups + 1] and len [groups]. For each of `capacity` rows,
+//   the kernel writes the slot, the slot's token, and its global number token_id * top_k + slot; all are -1 for padding. For
+//   each of `num_slots` slots that is occupied, it writes the row. found = {number of rows needed, number of slots occupied}.
+//   If the first number exceeds the capacity, or the second exceeds num_slots, all groups are empty and all rows are padding.
+//   kThreads = kPlanThreads threads per CTA; the grid has `chunks` CTAs. plan_place may be launched early, and needs at least one
+//   CTA; further CTAs help with the padding. Dynamic shared memory: 4 * columns bytes for plan_count, and 8208 + 16 * columns +
+//   max(8 * count_rows * columns, 8192 + 32 * columns) bytes for plan_place. columns is at most 4096, and slots below 2^31 - 2^16.
 //
-// Measured on an H200, 32768 slots: both launches take 16 us for 8 to 256 groups, of which an empty launch takes 3.3 us. The rest of the
-// time is a chain of latencies, and the first instruction fetch (3 us less if the code has recently run).
+// Time on an H200 for 32768 slots: both launches together take 16 us for 8 to 256 groups, of which an empty launch takes 3.3
+// us. The rest of the time is a chain of latencies, and the first instruction fetch (3 us less if the code has recently run).
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/thread.cuh"
@@ -22,7 +22,7 @@ namespace nib {
 
 constexpr int kPlanThreads = 512;
 constexpr int kPlanWarps = kPlanThreads / 32;
-constexpr int kPlanRounds = 4;  // slots per thread and pass
+constexpr int kPlanRounds = 4;  // number of slots per thread and pass
 constexpr int kPassSlots = kPlanThreads * kPlanRounds;
 constexpr u32 kFullWarp = 0xFFFFFFFF;
 
@@ -38,7 +38,7 @@ struct PlanSizes {
     int count_rows;  // number of chunks whose counts a CTA reads at once
 };
 
-/// The slot's group, or -1.
+/// Returns the group of the slot, or -1.
 __device__ __forceinline__ int group_of(const int* __restrict__ expert, int slot, const PlanSizes& sizes) {
     const int e = slot < sizes.slots ? __ldg(expert + slot) : -1;
     return u32(e) < u32(sizes.groups) ? e : -1;
@@ -67,8 +67,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int g = threadIdx.x; g < sizes.columns; g += kThreads) counts[u64(blockIdx.x) * sizes.columns + g] = u16(count[g]);
 }
 
-/// Exclusive prefix sum: values[i] becomes the sum of the values before it. Returns the total. One
-/// warp calls this function.
+/// Exclusive prefix sum: values[i] becomes the sum of the values
+/// before index i. Returns the total. One warp calls this function.
 __device__ __forceinline__ int exclusive_scan(int* values, int count) {
     const int lane = threadIdx.x % 32, each = ceil_div(count, 32);
     const int begin = min(lane * each, count), end = min(begin + each, count);
@@ -131,7 +131,7 @@ __device__ __forceinline__ void sum_counts(const u16* __restrict__ counts, const
     __syncthreads();
 }
 
-/// Sum of values[0 .. count - 1]; one warp calls this.
+/// Returns the sum of values[0 .. count - 1]. One warp calls this function.
 __device__ __forceinline__ int warp_sum(const int* values, int count) {
     int sum = 0;
 #pragma unroll 1
@@ -152,8 +152,8 @@ struct PlanRows {
     }
 };
 
-/// This CTA's share of the padding: that of every gridDim.x-th group, and of the rows after the last
-/// group.
+/// This CTA's share of the padding: the padding of every
+/// gridDim.x-th group, and of the rows after the last group.
 __device__ __forceinline__ void fill_padding(const PlanRows& rows, const int* start, const int* len, int end, const PlanSizes& sizes) {
 #pragma unroll 1
     for (int g = blockIdx.x; g < sizes.groups; g += gridDim.x) {
@@ -166,8 +166,8 @@ __device__ __forceinline__ void fill_padding(const PlanRows& rows, const int* st
         rows.set(row, -1, -1, -1);
 }
 
-/// Dynamic shared memory of plan_place: four numbers per column and one per token of a pass. One region of shared memory is
-/// used first for the counts of several chunks, then for the sorted slots of a pass and each warp's counts.
+/// Dynamic shared memory of plan_place: four numbers per column, and one number per token of a pass. One region
+/// holds first the counts of several chunks, then the sorted slots of a pass and the counts of each warp.
 __device__ constexpr u64 plan_place_shared_bytes(u64 columns, u64 count_rows) {
     const u64 sorted = sizeof(u32) * kPassSlots + sizeof(u16) * kPlanWarps * columns, counted = 2 * count_rows * columns * sizeof(int);
     return sizeof(int) * (4 * columns + kPassSlots + 4) + (sorted > counted ? sorted : counted);
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads)
     int* const next = reinterpret_cast<int*>(shared);  // [columns]: the next row of the chunk in each group
     int* const len = next + columns;                   // [columns]: length of each group
     int* const start = len + columns;                  // [columns]: first row of each group
-    int* const local = start + columns;                // [columns]: where the group begins in `sorted`
+    int* const local = start + columns;                // [columns]: position in `sorted` at which the group begins
     int* const ids = local + columns;                  // [kPassSlots + 1]: global numbers of the pass's tokens
     int* const partial = ids + kPassSlots + 4;         // [2 * count_rows][columns]; shares memory with `sorted` and `warp_count`
     u32* const sorted = reinterpret_cast<u32*>(partial);                  // [kPassSlots]: group << 16 | slot in the pass
@@ -244,8 +244,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll 1
         for (int i = threadIdx.x; i < kPlanWarps * columns / 2; i += kThreads) reinterpret_cast<u32*>(warp_count)[i] = 0;
         __syncthreads();
-        // A warp takes 128 adjacent slots, 32 per round. `rank` counts the slots of the same group before each slot in the
-        // warp.
+        // A warp has 128 adjacent slots, 32 per round. `rank` is, for each
+        // slot, the number of earlier slots of the same group in the warp.
         u16* const mine = warp_count + warp * columns;
         int rank[kPlanRounds], place[kPlanRounds], before = 0;
         u32 same[kPlanRounds];
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(kThreads)
             slot_row[warp_occupied[warp] + place[round]] = next[g] + within;
         }
         __syncthreads();
-        // Slots are written in sorted order, so that adjacent threads write adjacent rows.
+        // Threads store slots in sorted order, so that adjacent threads write adjacent rows.
         const int all = totals[3], first_token = by_top_k.divide(u32(min(first, sizes.slots)));
         for (int i = threadIdx.x; i < all; i += kThreads) {
             const int g = int(sorted[i] >> 16), slot = first + int(sorted[i] & 0xFFFF);

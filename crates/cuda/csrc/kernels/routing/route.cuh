@@ -1,30 +1,30 @@
-// The router: scores of the experts, the choice of the best experts, and the losses of each shard; and the backward pass.
-// crates/core/src/ops/routing/route.rs defines the order of sums.
+// The router: it computes the scores of the experts, chooses the best experts, and computes the losses of
+// each shard; and the backward pass of these. crates/core/src/ops/routing/route.rs defines the order of sums.
 //
-// kLanes adjacent lanes share a token, and each lane has kPerLane of the token's experts in quads: experts <= kLanes * kPerLane. Each CTA
-// has a chunk of 64 tokens; a shard of tokens_per_shard tokens has `chunks` chunks.
+// kLanes adjacent lanes share a token. Each lane has kPerLane of the token's experts, in groups of four; experts
+// <= kLanes * kPerLane. Each CTA has a chunk of 64 tokens; a shard of tokens_per_shard tokens has `chunks` chunks.
 //
-// route_tokens<kLanes, kPerLane, kAnyRule>: logits, kept [tokens][experts]; bias [experts] or null; expert, weight [tokens][top_k];
-//   log_sum_exp [tokens]. For each chunk the kernel writes the sums of the probabilities [experts] and of the squares of log_sum_exp, and
-//   how many slots chose each expert [experts]. Without kAnyRule the experts with the largest softmax are chosen, without bias, groups or
-//   sigmoids. `kept` is written for a softmax only. `tiny` is added to those sums of sigmoids that are divisors.
-//   min(256, 64 * kLanes) threads; grid shards * chunks. Dynamic shared memory has 4 bytes for each of these numbers: 64 rows of kLanes *
-//   kPerLane + 16, 64, experts, and threads / kLanes rows of top_k + groups.
-// route_documents: starts [tokens], expert [tokens][top_k] -> slots and lengths of RouteDocuments, which are initially zeros.
-//   256 threads; grid ceil(tokens * (top_k + 1) / 256).
-// route_document_losses<kLanes, kPerLane>: computes from `kept` and RouteDocuments, for each chunk, its tokens' contributions to documents'
-//   load-balancing losses [shards * chunks]. Threads and grid are those of route_tokens.
-// route_losses<kThreads>: computes from the chunks' sums load [shards][experts] and losses [shards][2]; `products` is scratch
-//   [shards][experts]. If document_sums is not null, the load-balancing loss is computed from it.
-//   1024 threads; one cluster of ceil(experts / 64) CTAs per shard; may be launched early.
-// route_backward<kLanes, kPerLane, Load, kSigmoid>: computes dlogits from the gradients of the weights, of the load-balancing loss
-//   (`balance` for each slot of the load) and of the z-loss (z). `kept` holds probabilities, or logits with kSigmoid. Load: int, double, or
-//   RouteDocuments for the loads of documents, in which case `load` is null. Threads and grid are those of route_tokens; dynamic shared
-//   memory: 4 bytes for each number in 65 rows of
-//   kLanes * kPerLane and 3 * 64 rows of top_k.
+// route_tokens<kLanes, kPerLane, kAnyRule>: logits and kept are [tokens][experts], bias is [experts] or null, expert and weight are
+//   [tokens][top_k], and log_sum_exp is [tokens]. For each chunk, the kernel writes sums over tokens of the probabilities [experts] and of the
+//   squares of log_sum_exp, and how many slots chose each expert [experts]. Without kAnyRule, the experts with the largest softmax are chosen,
+//   without bias, groups or sigmoids. The kernel writes `kept` for a softmax only. `tiny` is added to those sums of sigmoids that are divisors.
+//   min(256, 64 * kLanes) threads per CTA; the grid has shards * chunks CTAs. Dynamic shared memory has 4 bytes for
+//   each of these numbers: 64 rows of kLanes * kPerLane + 16; 64; experts; threads / kLanes rows of top_k + groups.
+// route_documents: reads starts [tokens] and expert [tokens][top_k], and counts in the slots and lengths of RouteDocuments, which are initially zeros.
+//   256 threads per CTA; the grid has ceil(tokens * (top_k + 1) / 256) CTAs.
+// route_document_losses<kLanes, kPerLane>: for each chunk, computes from `kept` and RouteDocuments what its tokens
+//   contribute to the load-balancing losses of documents, [shards * chunks]. Threads and grid are those of route_tokens.
+// route_losses<kThreads>: computes load [shards][experts] and losses [shards][2] from the sums of the chunks; `products` is
+//   scratch memory [shards][experts]. If document_sums is not null, the load-balancing loss is computed from document_sums.
+//   1024 threads per CTA, one cluster of ceil(experts / 64) CTAs per shard; the kernel may be launched early (programmatic dependent launch).
+// route_backward<kLanes, kPerLane, Load, kSigmoid>: computes dlogits from the gradients of the weights,
+//   of the load-balancing loss (`balance` for each slot of the load) and of the z-loss (`z`). `kept`
+//   holds probabilities, or logits with kSigmoid. Load is int, double, or RouteDocuments for the loads of
+//   documents, in which case `load` is null. Threads and grid are those of route_tokens. Dynamic shared
+//   memory has 4 bytes for each number in 65 rows of kLanes * kPerLane and in 3 * 64 rows of top_k.
 //
-// Measured on an H200 with 32768 tokens, 4 shards, top 8, softmax, as shares of the bandwidth limit. 128 experts: route_tokens 42 % (bound
-// by instructions: 65 % of issue slots while it runs), with route_losses 32 %, route_backward 60 %. 256 experts: 43, 37 and 68 %.
+// Speed on an H200 with 32768 tokens, 4 shards, top 8, softmax, in % of the bandwidth limit. 128 experts: route_tokens 42 % (limited
+// by instructions: it uses 65 % of issue slots), with route_losses 32 %, route_backward 60 %. 256 experts: 43, 37 and 68 %.
 #pragma once
 #include "math/divide.cuh"
 #include "math/exp.cuh"
@@ -40,7 +40,7 @@
 
 namespace nib {
 
-/// Replaces logits by probabilities. Returns log sum exp.
+/// Replaces logits by probabilities. Returns the logarithm of the sum of exponentials (log sum exp).
 template <int kLanes, int kPerLane>
 __device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
     using Token = TokenLanes<kLanes, kPerLane>;
@@ -71,7 +71,7 @@ __device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
     return __fadd_rn(max, log_of_normal(sum));
 }
 
-/// Replaces logits by sigmoids, or by NaNs if log sum exp is NaN.
+/// Replaces logits by their sigmoids, or by NaNs if log sum exp is NaN.
 template <int kPerLane>
 __device__ __forceinline__ void sigmoids(float (&x)[kPerLane], float log_sum) {
 #pragma unroll
@@ -102,7 +102,7 @@ __device__ __forceinline__ void write_slots(const float* row, const int* slots, 
 #pragma unroll 1
         for (int first = 0; first < top_k; first += kTurn) {
             const float prob = is_token && lane < kTurn && first + lane < top_k ? row[slots[first + lane]] : 0.0f;
-            // Zeros are added for indices past the last slot.
+            // For indices past the last slot, zeros are added.
 #pragma unroll
             for (int i = 0; i < kTurn; ++i) divisor = __fadd_rn(divisor, __shfl_sync(kWarp, prob, i, kLanes));
         }
@@ -117,7 +117,7 @@ __device__ __forceinline__ void write_slots(const float* row, const int* slots, 
     }
 }
 
-/// Reduces the sixteen partial sums of a sum over tokens, one in each of sixteen adjacent threads.
+/// Adds the sixteen partial sums of a sum over tokens, which are in sixteen adjacent threads.
 template <class T>
 __device__ __forceinline__ T close_token_lanes(T sum) {
 #pragma unroll
@@ -125,8 +125,8 @@ __device__ __forceinline__ T close_token_lanes(T sum) {
     return sum;
 }
 
-/// The sum of a column of the chunk's rows: one thread adds the even partial sums, and the next thread
-/// adds the odd partial sums.
+/// The sum of a column over the rows of the chunk. One thread adds the
+/// even partial sums, and the next thread adds the odd partial sums.
 template <int kStride>
 __device__ __forceinline__ float sum_column(const float* rows, int column) {
     const int odd = threadIdx.x % 2;
@@ -140,21 +140,21 @@ __device__ __forceinline__ float sum_column(const float* rows, int column) {
     return __fadd_rn(lanes[0], __shfl_xor_sync(kWarp, lanes[0], 1));
 }
 
-/// Dynamic shared memory of route_tokens: rows of logits plus one number per row, a count per expert, and the slots and groups
-/// in progress.
+/// Dynamic shared memory of route_tokens: rows of logits, one number per row,
+/// one count per expert, and the slots and groups of the tokens in progress.
 template <int kLanes, int kPerLane>
 __device__ constexpr u64 route_tokens_shared_bytes(u64 experts, u64 top_k, u64 groups) {
     using Token = TokenLanes<kLanes, kPerLane>;
     return 4 * (kRouteChunk * (Token::kExperts + 16 + 1) + experts + Token::kGroups * (top_k + groups));
 }
 
-/// Dynamic shared memory of route_backward: rows of probabilities, one row over all tokens, three numbers per slot.
+/// Dynamic shared memory of route_backward: rows of probabilities, one row for sums over all tokens, and three numbers per slot.
 template <int kLanes, int kPerLane>
 __device__ constexpr u64 route_backward_shared_bytes(u64 top_k) {
     return 4 * ((kRouteChunk + 1) * TokenLanes<kLanes, kPerLane>::kExperts + 3 * kRouteChunk * top_k);
 }
 
-/// CTAs per SM for which the registers must suffice.
+/// The number of CTAs per SM for which the registers must suffice.
 template <int kPerLane, bool kWide>
 constexpr int kRouteCtas = kPerLane > 16 ? 1 : kWide ? 2 : 4;
 
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
         const bool is_token = at < tokens;
         const u64 token = first_token + at;
         float* const row = rows + at * kStride;
-        // Each thread reads back only what it copied itself.
+        // A thread reads back only values that it copied itself.
         ptx::copies_wait_but<1>();
         float p[kPerLane];
         read_row<Token>(row, p);
@@ -265,9 +265,9 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
     }
 }
 
-/// For shards that are sequences of documents: for each token, the token of its shard at which its document begins. In the rows of the
-/// documents' first tokens RouteDocuments also holds how many slots of the document chose each expert [tokens][experts_padded], and how
-/// many tokens the document has [tokens].
+/// For shards that are sequences of documents. For each token, the struct has the position in the shard of
+/// the first token of the token's document. The rows of these first tokens also hold how many slots of the
+/// document chose each expert [tokens][experts_padded], and how many tokens the document has [tokens].
 struct RouteDocuments {
     const int* starts;
     const int* slots;
@@ -276,7 +276,7 @@ struct RouteDocuments {
     /// Length of a row of `slots`, rounded up so that rows are 16-byte aligned.
     __device__ __forceinline__ static u64 padded(int experts) { return ceil_div(experts, 4) * 4; }
 
-    /// The row that belongs to a token's document.
+    /// Returns the row that belongs to the document of a token.
     __device__ __forceinline__ static u64 row(const int* starts, u64 shard, int tokens_per_shard, int at) {
         const u64 first = shard * tokens_per_shard;
         return first + min(max(__ldg(starts + first + at), 0), at);
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads)
     const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
 #pragma unroll 1
     for (int at = group; at < kRouteChunk; at += Token::kGroups) {
-        // If the shard ends within a warp, the remaining lanes repeat the last token's work.
+        // If the shard ends within a warp, the remaining lanes repeat the work of the last token.
         const bool is_token = first + at < tokens_per_shard;
         const int in_shard = min(first + at, tokens_per_shard - 1);
         const u64 token = u64(shard) * tokens_per_shard + in_shard;
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads)
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-/// The sum over a shard's chunks; every thread of a warp gets it.
+/// Returns the sum over the chunks of a shard, in every thread of a warp.
 __device__ __forceinline__ double sum_chunks(const float* sums, int chunks) {
     double sum = 0.0;
     for (int chunk = threadIdx.x % kTokenLanes; chunk < chunks; chunk += kTokenLanes) sum = __dadd_rn(sum, double(__ldg(sums + chunk)));
@@ -397,7 +397,7 @@ __global__ void __launch_bounds__(kThreads)
         load[u64(shard) * experts + j] = slots[column];
         products[u64(shard) * experts + j] = __dmul_rn(double(slots[column]), lanes[0]);
     }
-    // A shard without tokens has a loss of 0, not 0 / 0.
+    // A shard without tokens gets a loss of 0, not 0 / 0.
     const bool is_first = block == 0, is_squares = threadIdx.x / 32 == 1, is_documents = threadIdx.x / 32 == 2 && document_sums != nullptr;
     if (is_first && is_squares) {
         const double squares = sum_chunks(square_sums + u64(shard) * chunks, chunks);
@@ -411,7 +411,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     ptx::cluster_sync();  // makes the products visible to the first CTA
     if (!is_first || threadIdx.x >= 32 || document_sums != nullptr) return;
-    // Sixteen threads have one quad of partial sums each.
+    // Each of sixteen threads has four partial sums.
     double quad[4] = {};
 #pragma unroll 1
     for (int base = 4 * (threadIdx.x % kSumQuads); base < experts; base += 4 * kSumQuads)
@@ -424,14 +424,14 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) losses[2 * shard] = __double2float_rn(__ddiv_rn(__dmul_rn(double(experts), balance), per_slot));
 }
 
-/// Values common to a token's slots: w = f * p / sum of p, so dp = (f * dw - sum of dw * w) / sum of
-/// p.
+/// Values that the slots of a token share. With w = f * p /
+/// sum of p, dp = (f * dw - sum of dw * w) / sum of p.
 struct SlotSums {
     float inner;
     float divisor;
 };
 
-/// Computes the sums from a token's slots and its row of scores, all in shared memory.
+/// Computes these values from a token's slots and its row of scores, all in shared memory.
 template <int kLanes>
 __device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* expert, const float* weight, const float* dweight, int experts,
                                               int top_k) {
@@ -444,7 +444,7 @@ __device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* exper
         const u32 e = is_slot ? expert[first + lane] : kWarp;
         const float product = is_slot ? __fmul_rn(dweight[first + lane], weight[first + lane]) : 0.0f;
         const float prob = e < u32(experts) ? row[e] : 0.0f;
-        // Zeros are added for indices past the last slot.
+        // For indices past the last slot, zeros are added.
 #pragma unroll
         for (int i = 0; i < kTurn; ++i) {
             sums.inner = __fadd_rn(sums.inner, __shfl_sync(kWarp, product, i, kLanes));
@@ -454,8 +454,8 @@ __device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* exper
     return sums;
 }
 
-/// Gradients of a row of logits, from the gradients d of the chosen probabilities and the gradients `all` of the load-balancing
-/// loss.
+/// Computes the gradients of a row of logits, from the gradients d of the
+/// chosen probabilities and the gradients `all` of the load-balancing loss.
 template <int kLanes, int kPerLane>
 __device__ __forceinline__ void through_softmax(float (&d)[kPerLane], const float (&p)[kPerLane], const float (&all)[kPerLane], float shift) {
     using Token = TokenLanes<kLanes, kPerLane>;
@@ -471,8 +471,8 @@ __device__ __forceinline__ void through_softmax(float (&d)[kPerLane], const floa
     for (int i = 0; i < kPerLane; ++i) d[i] = __fmul_rn(p[i], __fadd_rn(__fsub_rn(d[i], dot), shift));
 }
 
-/// Gradients of a row of logits through sigmoids. The loss uses each sigmoid's share of the sum of sigmoids. Logits
-/// past the last expert are -infinity.
+/// Computes the gradients of a row of logits through sigmoids. The loss uses the quotient
+/// of each sigmoid and the sum of sigmoids. Logits past the last expert are -infinity.
 template <int kLanes, int kPerLane>
 __device__ __forceinline__ void through_sigmoids(float (&d)[kPerLane], const float (&logits)[kPerLane], const float (&all)[kPerLane],
                                                  float log_sum, float z, float shift, float tiny) {
@@ -490,15 +490,15 @@ __device__ __forceinline__ void through_sigmoids(float (&d)[kPerLane], const flo
     const float mean = __fdiv_rn(Token::close(lanes), sum);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-        // 1 - sigmoid(x) = sigmoid(-x). s is NaN if the row is treated as NaNs.
+        // 1 - sigmoid(x) = sigmoid(-x). s is NaN if the whole row counts as NaN.
         const float slope = __fmul_rn(s[i], sigmoid(-logits[i]));
         d[i] = __fmul_rn(__fadd_rn(d[i], __fdiv_rn(__fsub_rn(all[i], mean), sum)), slope);
         if (z != 0.0f) d[i] = __fadd_rn(d[i], __fmul_rn(shift, exp_of_negative(__fsub_rn(logits[i], log_sum))));
     }
 }
 
-/// Loads are counts per shard, or sums over all shards (with a stride of 0), or counts per
-/// document.
+/// The loads are counts per shard, sums over all shards
+/// (with a stride of 0), or counts per document.
 template <int kLanes, int kPerLane, class Load, bool kSigmoid>
 __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRouteCtas<kPerLane, kSigmoid>)
     route_backward(const float* __restrict__ kept, const int* __restrict__ expert, const float* __restrict__ weight,
@@ -539,7 +539,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
     __syncthreads();
 #pragma unroll 1
     for (int at = group; at - group < tokens; at += kGroups) {
-        // If the tokens end within a warp, the remaining lanes repeat the last token's work, on rows of their own.
+        // If the tokens end within a warp, the remaining lanes repeat the work of the last token on rows of their own.
         const bool is_token = at < tokens;
         const u64 token = first_token + min(at, tokens - 1);
         const int slots = min(at, tokens - 1) * top_k;

@@ -1,15 +1,15 @@
-// Assigns slots to ranks, and packs the records that tell a rank about the tokens it receives. Experts are divided evenly and in order: an
-// expert's rank is expert / experts_each.
+// Assigns slots to ranks, and packs the records that describe to a rank the tokens that it
+// receives. Experts are divided evenly and in order: an expert's rank is expert / experts_each.
 //
-// assign_ranks: rank[s] = the rank of expert[s], or -1 if the expert is not below `experts`; first[s] is the same, but -1 if an earlier
-//   slot of the token has that rank. assign_ranks also adds each rank's token count to counts[2 * rank] and its slot count to counts[2 *
-//   rank + 1], after sums within each CTA. 256 threads; any grid works; best is one thread per slot, but at most a few CTAs per SM. Dynamic
-//   shared memory: 8 bytes per rank.
-// pack_slots: record i has 1 + 2 * top_k words. A record describes the token of slot[i] to the rank of expert[slot[i]]: token_id + 1; for
-//   each slot of the token, its expert, numbered from 1 for the rank's first expert, or 0 if the expert is on another rank; and the bits of
-//   each slot's weight. If slot[i] is not below `slots`, the record is zeros.
-// unpack_slots: splits records into token_id and expert, both numbered from 0 again, and weight.
-//   256 threads; grid ceil(words / 256), where `words`, the number of words in all records, is below 2^31.
+// assign_ranks: rank[s] = the rank of expert[s], or -1 if expert[s] is not below `experts`. first[s] is the same, but -1 if
+//   an earlier slot of the token has that rank. assign_ranks also adds each rank's number of tokens to counts[2 * rank] and
+//   its number of slots to counts[2 * rank + 1], after sums within each CTA. 256 threads per CTA. Any grid size gives correct
+//   results; one thread per slot, but at most a few CTAs per SM, is fastest. Dynamic shared memory: 8 bytes per rank.
+// pack_slots: a record has 1 + 2 * top_k words. Record i describes the token of slot[i] to the rank of expert[slot[i]]. Its
+//   words are token_id + 1; then for each slot of the token, its expert, numbered from 1 for the rank's first expert, or 0 if
+//   the expert is on another rank; then the bits of each slot's weight. If slot[i] is not below `slots`, the record is zeros.
+// unpack_slots: splits records into token_id, expert (both numbered from 0 again) and weight.
+//   256 threads per CTA; the grid has ceil(words / 256) CTAs, where `words`, the number of words in all records, is below 2^31.
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/types.cuh"
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kSlotThreads)
         if (count[i] != 0) atomicAdd(&counts[i], count[i]);
 }
 
-/// The position of a word in its record.
+/// The position of a word within its record.
 struct RecordWord {
     u32 record;
     u32 word;

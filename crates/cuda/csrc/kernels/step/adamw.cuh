@@ -1,10 +1,10 @@
-// One AdamW step in place; every operation is rounded. With g = grad * grad_scale: m = beta1 m + rest1 g; v = beta2 v + rest2 g^2; w = (w -
-//   decay w) - lr (m bias1) / (sqrt(v bias2) + eps), decay = lr * weight_decay.
+// One AdamW step in place; every operation is rounded. With g = grad * grad_scale and decay = lr * weight_decay:
+//   m = beta1 m + rest1 g; v = beta2 v + rest2 g^2; w = (w - decay w) - lr (m bias1) / (sqrt(v bias2) + eps).
 //
-// adamw<G, M>: for each tensor of the list w [len] F32, grad [len] of type G, m and v [len] of type M (Bf16 or F32). m and v are rounded to
-//   nearest even when written, but used unrounded. control: the step's scalars (`Control` of nibble-core); if STOP is set, nothing changes.
-//   Tensor i has ceil(len / 2048) CTAs, from first_cta[i] to the next tensor's first CTA.
-//   256 threads; the grid has the CTAs of all tensors; any len but 0; buffers are 16-byte aligned.
+// adamw<G, M>: each tensor of the list has w [len] F32, grad [len] of type G, and m and v [len] of type M (Bf16 or F32). m and v are
+//   rounded to nearest even when they are written, but used unrounded. `control` has the step's scalars (`Control` of nibble-core);
+//   if STOP is set, nothing changes. Tensor i has ceil(len / 2048) CTAs, from first_cta[i] to the next tensor's first CTA.
+//   256 threads per CTA; the grid has the CTAs of all tensors; any len except 0; buffers are 16-byte aligned.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/step/control.cuh"
@@ -13,10 +13,10 @@
 namespace nib {
 
 constexpr int kAdamThreads = 256;
-constexpr int kAdamUnits = 2;  // units per thread, whose loads are all in flight
+constexpr int kAdamUnits = 2;  // number of units per thread, whose loads are all in flight
 constexpr int kAdamCount = 4;  // values per unit: 16 bytes of F32
 
-/// Constants that are the same in all steps.
+/// The constants that are the same in all steps.
 struct AdamArg {
     float beta1, rest1;
     float beta2, rest2;
@@ -34,7 +34,7 @@ struct AdamTensor {
     u32 first_cta;
 };
 
-/// As many tensors as fit in the arguments of a launch.
+/// As many tensors as fit into the arguments of one launch.
 struct AdamTensors {
     AdamTensor tensor[kListedTensors];
     u64 count;

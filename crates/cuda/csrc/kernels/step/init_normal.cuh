@@ -1,8 +1,8 @@
-// out[i] = std · normal(first + i), i < len: a stream's normally distributed numbers, addressed by element
-// (math/normal.cuh).
+// out[i] = std · normal(first + i) for i < len. These are the normally
+// distributed numbers of a random stream, addressed by element (math/normal.cuh).
 //
-// init_normal: a thread computes four elements that share a block of random bits. Any grid works; best is
-//   ceil((first % 4 + len) / 1024) CTAs of 256 threads, but at most 32 per SM.
+// init_normal: a thread computes four elements that share a block of random bits. Any grid size gives correct
+//   results; ceil((first % 4 + len) / 1024) CTAs of 256 threads, but at most 32 CTAs per SM, are fastest.
 #pragma once
 #include "math/normal.cuh"
 #include "math/philox.cuh"
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(256) init_normal(float* __restrict__ out, Stre
         normals({words.x, words.y, words.z, words.w}, tails[warp], x);
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[i] = __fmul_rn(x[i], std);
-        const u64 at = 4 * quad;  // `at` - skipped is the index of the quad's first element in out
+        const u64 at = 4 * quad;  // the first element of these four has the index `at` - skipped in out
         if (skipped == 0 && at + 4 <= len) {
             ptx::store_16(out + at, {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])});
         } else {

@@ -1,16 +1,16 @@
 // Kernels that start a step and its micro-batches, collect counters, and end the step. crates/core/src/ops/step/mod.rs describes every
 // value.
 //
-// begin_step: control[0 .. 4] are copied from the slot's first words, and table[told .. told + 3] from the following words; the clock's
-//   micro-batches and the rest of `table` become zeros. 256 threads; grid max(1, ceil(cells / 256)).
-// begin_micro_batch: copies ids, targets and, if `apart` is 1, starts of the slot's next micro-batch, and writes the rows' ids; then
-//   increments the clock. 1024 threads; one cluster of 8 CTAs, so that the clock changes only after all CTAs have read it.
-// push_amax: CTA s appends table[s], the magnitude of span s, to the span's history. 128 threads; grid spans.
-// balance_bias: moves each of `experts` biases against the expert's load, summed over `ranks` tables of `cells` cells; `tables` points to
-//   the first load. 256 threads; grid 1.
-// collect: CTA e adds entry e of the launch to the table. No two entries of a launch share a cell. 128 threads; grid entries.
-// end_step: computes the gradient norm, the decision whether the step counts, and the report. `sums` is scratch for ceil(ordered / 4096)
-// numbers. 1024 threads; grid 1.
+// begin_step: copies the slot's first words to control[0 .. 4], and the following words to table[told .. told + 3]; sets the
+//   clock's micro-batches and the rest of `table` to zeros. 256 threads per CTA; the grid has max(1, ceil(cells / 256)) CTAs.
+// begin_micro_batch: copies ids, targets and, if `apart` is 1, starts of the slot's next micro-batch, and writes the ids of the rows;
+//   then increments the clock. 1024 threads per CTA, one cluster of 8 CTAs, so that the clock changes only after all CTAs have read it.
+// push_amax: CTA s appends table[s], the largest magnitude of span s, to the span's history. 128 threads per CTA; the grid has `spans` CTAs.
+// balance_bias: moves each of `experts` biases against the load of its expert, which is summed
+//   over `ranks` tables of `cells` cells; `tables` points to the first load. 256 threads, one CTA.
+// collect: CTA e adds entry e of the launch to the table. No two entries of a launch share a cell. 128 threads per CTA; the grid has `entries` CTAs.
+// end_step: computes the gradient norm, the decision whether the step takes effect, and the
+// report. `sums` is scratch memory for ceil(ordered / 4096) numbers. 1024 threads, one CTA.
 #pragma once
 #include "math/chunk_sum.cuh"
 #include "pieces/step/control.cuh"
@@ -21,8 +21,8 @@ namespace nib {
 
 // Indices into `Clock`.
 enum { kStep = 0, kMicro = 1 };
-// Index of the first of the words that the host passes to the table, among a slot's scalars, and
-// the number of such words.
+// The index, among a slot's scalars, of the first word that
+// the host passes to the table, and the number of such words.
 enum { kTold = kFromHost, kToldWords = 3 };
 
 constexpr int kBeginThreads = 256;
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kBeginThreads)
                u64 told) {
     const u64 i = u64(blockIdx.x) * kBeginThreads + threadIdx.x;
     const int* const from = inputs + clock[kStep] % 2 * slot;
-    // For i below `told` the unsigned difference wraps around.
+    // If i is below `told`, the unsigned difference wraps around to a large number.
     if (i < cells) table[i] = i - told < kToldWords ? double(from[kTold + (i - told)]) : 0.0;
     if (i < kFromHost) control[i] = __int_as_float(from[i]);
     if (i == 0) clock[kMicro] = 0;
@@ -42,8 +42,8 @@ constexpr int kMicroThreads = 1024;
 constexpr int kMicroCtas = 8;
 
 struct MicroBatch {
-    u64 slot;     // words per slot
-    u64 scalars;  // words of a slot before its first id
+    u64 slot;     // number of words per slot
+    u64 scalars;  // number of words in a slot before its first id
     u32 tokens;
     u32 micro_batches;
     u32 rank;
@@ -73,7 +73,7 @@ constexpr int kCollectEntries = 100;  // 100 entries make 4 kB of kernel paramet
 
 enum Collected { kU64, kI32, kF32, kF64, kOccupancy, kLargest };
 
-/// Values and the cells to which they are added: value i goes to cell at + i % cells * stride.
+/// Values, and the cells to which they are added: value i is added to cell at + i % cells * stride.
 struct CollectEntry {
     const void* source;
     int kind;  // a value of Collected
@@ -81,8 +81,8 @@ struct CollectEntry {
     u32 at;
     u32 cells;
     u32 stride;
-    u32 capacity;  // for an occupancy: the rows that exist,
-    u32 slots;     // the slots that the plan was given,
+    u32 capacity;  // for an occupancy: the number of rows that exist,
+    u32 slots;     // the number of slots that the plan was given,
     u32 found;     // and how many numbers `source` holds
 };
 
@@ -90,7 +90,7 @@ struct CollectEntries {
     CollectEntry entry[kCollectEntries];
 };
 
-/// Value i of an entry.
+/// Returns value i of an entry.
 __device__ __forceinline__ double value_of(const CollectEntry& entry, u32 i) {
     switch (entry.kind) {
         case kU64: return __ull2double_rn(static_cast<const u64*>(entry.source)[i]);
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kCollectThreads) collect(double* table, const 
         double* const to = table + entry.at + u64(cell) * entry.stride;
         double sum = *to;
         if (entry.kind == kLargest) {
-            // The comparison is also true for a NaN, which then stays in the maximum.
+            // The comparison is also true for a NaN, so a NaN stays in the maximum.
             for (u32 i = cell; i < entry.values; i += entry.cells) {
                 const double value = value_of(entry, i);
                 if (!(value <= sum) && sum == sum) sum = value;
@@ -184,15 +184,15 @@ __global__ void __launch_bounds__(kEndThreads)
 
 constexpr int kPushThreads = 128;
 
-/// A span's history record, in F32: the expected magnitude, the next position to write, and the
-/// history.
+/// The history record of a span, in F32: the expected
+/// magnitude, the position of the next write, and the history.
 enum { kExpected = 0, kNext = 1, kHistory = 2 };
 
-/// The longest history and the largest margin.
+/// The greatest length of a history, and the largest margin.
 enum : u32 { kLongest = 1u << 16, kWidest = 16 };
 
-/// Start of a span's record, length of its history, whether only the most recent magnitude counts, and the
-/// margin.
+/// The start of a span's record, the length of its history, a flag
+/// that only the most recent magnitude counts, and the margin.
 struct SpanWords {
     u32 first;
     u32 history;
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kPushThreads)
     if (!there || !(amax > 0.0f) || !is_finite(amax)) return;
     float* const record = records + span.first;
     const u32 next = __float2uint_rz(record[kNext]) % span.history;
-    // Magnitudes sort like their bits.
+    // Magnitudes and their bits, as integers, have the same order.
     u32 largest = __float_as_uint(amax);
     if (span.recent == 0) {
         for (u32 i = threadIdx.x; i < span.history; i += kPushThreads) {

@@ -1,14 +1,14 @@
-// Sums of squares of equal parts of a matrix, in F64 and in the CPU's order (math/chunk_sum.cuh). A chunk of 4096 values has 16 partial
-// sums, which are added 8, 4, 2 and 1 apart; then a tree over neighbours adds the chunks' sums.
+// Sums the squares of equal parts of a matrix, in F64 and in the CPU's order (math/chunk_sum.cuh). A chunk of 4096 values
+// has 16 partial sums, which are added 8, 4, 2 and 1 apart. Then a binary tree over neighbours adds the sums of the chunks.
 //
-// sum_squares<T>: for each tensor of the list, parts of len values of type T (Bf16 or F32) with ceil(len / 4096) chunks each; sums
-//   [all_chunks] F64. x begins at chunk first_chunk of the first part. Eight threads share a chunk; each has two of the chunk's partial
-//   sums. Tensor i has ceil(all_chunks / 32) CTAs, from first_cta[i] to the next tensor's first CTA. 256 threads; the grid has the CTAs of
-//   all tensors.
-// close_squares<kThreads>: kThreads is kSquaresThreads. The kernel adds kSquaresGroup adjacent sums of each tensor's sums [parts * count]
-//   to one: out [parts * groups] F64. If there is one group per part, the sum is rounded to F32 and stored in into[at + part], and out is
-//   null. 256 threads; the grid has parts * groups CTAs of all tensors; may be launched early. No sum is -0, so positions past the last
-//   sum may be read as +0.
+// sum_squares<T>: each tensor of the list has parts of len values of type T (Bf16 or F32), with ceil(len / 4096)
+//   chunks each; sums is F64 [all_chunks]. x begins at chunk first_chunk of the first part. Eight threads share
+//   a chunk; each of them has two of the chunk's partial sums. Tensor i has ceil(all_chunks / 32) CTAs, from
+//   first_cta[i] to the next tensor's first CTA. 256 threads per CTA; the grid has the CTAs of all tensors.
+// close_squares<kThreads>: kThreads is kSquaresThreads. The kernel adds kSquaresGroup adjacent sums of each tensor's
+//   sums [parts * count] to one sum, and writes out [parts * groups] F64. If there is one group per part, it rounds the
+//   sum to F32 and stores it in into[at + part], and out is null. 256 threads per CTA; the grid has parts * groups CTAs
+//   of all tensors. The kernel may be launched early. No sum is -0, so positions past the last sum may be read as +0.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/step/tensor_list.cuh"
@@ -19,10 +19,10 @@ namespace nib {
 constexpr int kSquaresThreads = 256;
 constexpr int kSquaresChunk = 4096;
 constexpr int kSquaresLanes = 16;
-constexpr int kSquaresEach = 8;                                       // sums that a thread adds
+constexpr int kSquaresEach = 8;                                       // number of sums that a thread adds
 constexpr int kSquaresGroup = kSquaresThreads * kSquaresEach;
 
-/// lane + x * x; the product is exact.
+/// Returns lane + x * x; the product is exact.
 __device__ __forceinline__ double add_square(double lane, float x) { return __fma_rn(double(x), double(x), lane); }
 
 /// Adds the squares of `rounds` * 16 values to two partial sums; with kCount = 2, each load reads
@@ -54,8 +54,8 @@ __device__ __forceinline__ void add_rounds(const u8* from, u32 rounds, double (&
 struct SquaresTensor {
     const u8* x;
     double* sums;
-    u64 len;  // values per part
-    u32 chunks;  // chunks per part
+    u64 len;  // number of values per part
+    u32 chunks;  // number of chunks per part
     u32 all_chunks;
     u32 first_cta;
     u32 first_chunk;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kSquaresThreads) sum_squares(const __grid_cons
     if (index == 0 && number < all_chunks) sums[number] = lane[0] + lane[1];
 }
 
-/// The tree sum of eight neighbours.
+/// Returns the tree sum of eight neighbours.
 __device__ __forceinline__ double close_eight_sums(const double (&x)[8]) {
     return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }

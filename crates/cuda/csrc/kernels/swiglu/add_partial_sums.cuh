@@ -1,5 +1,5 @@
-// Adds partial sums: sums[rows] = 0 + parts[0] + parts[1] + ..., parts [num_parts][rows], in order. 256 threads, one thread per
-// row.
+// Adds partial sums: sums[rows] = 0 + parts[0] + parts[1] + ..., in order;
+// parts is [num_parts][rows]. 256 threads per CTA, one thread per row.
 #pragma once
 #include "ptx/types.cuh"
 

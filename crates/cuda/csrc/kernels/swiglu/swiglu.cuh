@@ -1,15 +1,15 @@
-// SwiGLU: a = silu(g) · u · w from h = [g | u], quantized or in BF16. From the same read of h, h can also be quantized for the backward
-// pass.
+// SwiGLU: computes a = silu(g) · u · w from h = [g | u], quantized or in BF16.
+// From the same read of h, the kernel can also quantize h for the backward pass.
 //
-// swiglu_rows<kRule, kSaveH>: h BF16 [rows][2f]; weight [rows] (null: 1); a E4M3 codes [rows][f], scales [rows][ceil(f / 128)], or for
-//   kRulePlain BF16 [rows][f] without scales and counts; kSaveH: h4 codes [rows][f], scales [rows][2f / 32], MXFP4 by the rule rceil.
-//   row_id and counts (of a's blocks) as in kernels/convert/quantize.cuh; padding gives zeros. f % 32 == 0; buffers are 16-byte aligned.
-//   640 threads; a warp takes a segment of 512 columns of a at a time; segments = ceil(f / 512), and `by_segments` divides by it. Any
-//   grid works; best is one CTA per SM, or as many CTAs as give all warps equally many segments. No dynamic shared memory.
+// swiglu_rows<kRule, kSaveH>: h is BF16 [rows][2f]; weight is [rows] (null: 1). a has E4M3 codes [rows][f] and scales [rows][ceil(f / 128)]; with
+//   kRulePlain, a is BF16 [rows][f] without scales and counts. kSaveH: h4 has MXFP4 codes [rows][f] and scales [rows][2f / 32] by the rule rceil. row_id
+//   and counts (of a's blocks) have the meaning of kernels/convert/quantize.cuh; padding rows give zeros. f % 32 == 0; buffers are 16-byte aligned.
+//   640 threads per CTA, no dynamic shared memory. A warp computes a segment of 512 columns of a at a time; segments = ceil(f / 512), and `by_segments`
+//   divides by it. Any grid size gives correct results; one CTA per SM, or the number of CTAs that gives all warps equally many segments, is fastest.
 //
-// Measured on an H200, in % of the bandwidth limit, max((read + written) / 4247 GB/s, written / fill rate); 32768 x 7168 (32768 x 2048):
-// BF16 99 % (97 %), E4M3 100 % (96 %), with h4 96 % (88 %); in 256 uneven groups 98, 97 and 88 %. With h4 the integer pipe is the limit,
-// because it computes both codes of h, the index of a sigmoid, and the maxima.
+// Speed on an H200, in % of the bandwidth limit max((read + written) / 4247 GB/s, written / fill rate), at 32768 x 7168 (32768
+// x 2048): BF16 99 % (97 %), E4M3 100 % (96 %), E4M3 with h4 96 % (88 %); in 256 uneven groups 98, 97 and 88 %. With h4 the
+// integer pipe is the limit, because it computes the codes of a and h4, the table index of each sigmoid, and the maxima.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -32,9 +32,9 @@ struct SwigluTask {
     u32 row, segment;
     bool counted;
     float weight;
-    Bf16::Eight in[2 * kSwigluChunks];  // gate and up values of each chunk
+    Bf16::Eight in[2 * kSwigluChunks];  // gate values and up values of each chunk
 
-    /// Starts the loads; a row with a negative id is not loaded.
+    /// Starts the loads. A row with a negative id is not loaded.
     __device__ __forceinline__ void load(const u8* h, const float* weights, int id, u32 task, int f, Divider by_segments, u32 segments) {
         row = by_segments.divide(task);
         segment = task - row * segments;
@@ -48,20 +48,20 @@ struct SwigluTask {
             in[2 * i] = Bf16::load<true>(from + i * kChunkCols * Bf16::kBytes, left);
             in[2 * i + 1] = Bf16::load<true>(up + i * kChunkCols * Bf16::kBytes, left);
         }
-        // The output of padding must be +0, so its weight must not be negative.
+        // The output of a padding row must be +0, so its weight must not be negative.
         weight = counted && weights != nullptr ? __ldg(weights + row) : 1.0f;
     }
 };
 
-/// Scales of two MXFP4 blocks by the rule rceil, from the largest magnitudes of BF16 values; each half of a word belongs to one
-/// block.
+/// The scales of two MXFP4 blocks by the rule rceil, from the largest
+/// magnitudes of their BF16 values. Each half of a word belongs to one block.
 struct Mxfp4Scales {
     u32 bytes;    // scales as stored
     u32 factors;  // factors by which values are multiplied, as BF16
     u32 nan;      // bit 15 or 31 is set if the block has a NaN or infinity
 
     __device__ __forceinline__ explicit Mxfp4Scales(u32 amax) {
-        // The carry of the mantissa into the exponent implements the rule, as in block_scale.
+        // The carry of the mantissa into the exponent implements the rule; block_scale uses the same method.
         bytes = ptx::add_clamp_s16x2((amax + 0x003F003F) >> 7 & 0x01FF01FF, 0xFFFEFFFE, 0x00FF00FF);
         factors = 0x7F007F00 - bytes * 128;
         nan = amax + 0x00800080 & 0x80008000;
@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
     const u32 tasks = u32(rows) * segments, stride = gridDim.x * kWarps;
     u32 task = blockIdx.x * kWarps + threadIdx.x / 32;
     SwigluTask one, other;
-    // The row id of a task. The row id is read one task ahead of the row itself, because a load that waited for the
-    // id would stall the warp.
+    // Loads the row id of a task one task ahead of the row itself,
+    // because a row load that waited for the id would stall the warp.
     const auto id_of = [&](u32 at) {
         if (at >= tasks) return -1;
         return row_id == nullptr ? 0 : __ldg(row_id + by_segments.divide(at));

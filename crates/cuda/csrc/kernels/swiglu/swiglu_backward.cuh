@@ -1,24 +1,24 @@
-// The backward pass of kernels/swiglu/swiglu.cuh, with all results that the next GEMMs need, from one read. The results are dh = [dg | du]
-// in E4M3 along its rows and down its columns; the recomputed a in E4M3 down its columns; and the gate weight's gradient.
+// The backward pass of kernels/swiglu/swiglu.cuh. From one read it computes all results that the next GEMMs need: dh = [dg |
+// du] in E4M3 along its rows and down its columns; the recomputed a in E4M3 down its columns; and the gate weight's gradient.
 //
-// swiglu_backward<H, kRule>: h [rows][2f] in the format of H, da BF16 [rows][f], weight[rows] (null: 1) -> dh codes [rows][2f], scales
-//   [rows][2f / 128]; dh columns [2f][capacity], scales [capacity / 128][2f]; a columns [f][capacity], scales [capacity / 128][f], zeros
-//   from `rows` to `capacity`; parts [f / 128][rows], the gate weight's gradient summed over 128 columns each; counts of dh's row blocks
-//   and of a's blocks. f % 128 == 0, capacity % 128 == 0; row_id as in kernels/convert/quantize.cuh; padding gives zeros; buffers are
-//   16-byte aligned. 512 threads; any grid works, and one CTA per SM is best; `by_across` divides by f / 128; sizeof(BackwardShared<H>)
-//   dynamic shared memory: 231424 or 232448 bytes. kernels/swiglu/add_partial_sums.cuh adds `parts`.
+// swiglu_backward<H, kRule>: reads h [rows][2f] in the format of H, da BF16 [rows][f], and weight[rows] (null: 1). Writes dh codes [rows][2f] with
+//   scales [rows][2f / 128]; dh columns [2f][capacity] with scales [capacity / 128][2f]; a columns [f][capacity] with scales [capacity / 128][f];
+//   column codes are zeros from `rows` to `capacity`. `parts` [f / 128][rows] is the gate weight's gradient, summed over 128 columns each. Counts
+//   are those of dh's row blocks and of a's blocks. f % 128 == 0, capacity % 128 == 0; row_id marks padding as in kernels/convert/quantize.cuh,
+//   and padding gives zeros; buffers are 16-byte aligned. 512 threads per CTA, any grid, best one CTA per SM; `by_across` divides by f / 128;
+//   sizeof(BackwardShared<H>) dynamic shared memory: 231424 or 232448 bytes. kernels/swiglu/add_partial_sums.cuh adds `parts`.
 //
-// The launch makes tensor maps with boxes of 32 rows. With SavedH, the map of h covers the MXFP4 codes [rows][f], 64 bytes wide, with the
-// 64-byte swizzle (scales [rows][2f / 32] are loaded without a map). With PlainH, the map of h covers BF16 [rows][2f], 128 values wide, not
-// swizzled. The map of da is also 128 values wide and not swizzled. A box of the maps of the column outputs is a TurnedTile.
+// The tensor maps have boxes of 32 rows. With SavedH, the map of h covers the MXFP4 codes [rows][f], 64 bytes wide, in the 64-byte
+// swizzle; the scales [rows][2f / 32] are loaded without a map. With PlainH, the map of h covers BF16 [rows][2f], 128 values wide,
+// not swizzled. The map of da is also 128 values wide and not swizzled. In the maps of the column outputs, a box is a TurnedTile.
 //
-// A tile of 128 x 128 stays in registers until it is encoded, except a, most of which is parked in shared memory. Meanwhile the next tile
-// is loaded, and the columns of the previous tile are stored. The factors of columns use a split barrier, as in
-// kernels/swiglu/swiglu_cols.cuh.
+// A tile of 128 x 128 stays in registers until it is encoded, except most of a, which waits in
+// shared memory. Meanwhile the next tile is loaded, and the columns of the previous tile are stored.
+// The factors of columns use a split barrier, which kernels/swiglu/swiglu_cols.cuh explains.
 //
-// Measured on an H200 as in kernels/swiglu/swiglu.cuh, from MXFP4: 76 % (72 %), in 32 uneven groups 70 %, in 256 groups 64 %; adding
-// `parts` takes 3 us more. An element takes 42 instructions and 12 passes through the shared-memory pipe. Half of the time goes to
-// computing values, whose table look-ups wait for that pipe.
+// Speed at the shapes of kernels/swiglu/swiglu.cuh, in % of its bandwidth limit, with h in MXFP4: 76 % (72 %), in 32 uneven
+// groups 70 %, in 256 groups 64 %; adding `parts` takes 3 us more. An element takes 42 instructions and 12 passes through
+// the shared-memory pipe. Half of the time is spent on computing values, because their table look-ups wait for that pipe.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -37,15 +37,15 @@ namespace nib {
 
 constexpr int kMatrices = 3;  // dg, du, a
 
-/// h is in MXFP4.
+/// Inputs of the kernel if h is in MXFP4.
 struct SavedH {
     static constexpr int kStages = 2;
     static constexpr int kTiles = kMatrices;
-    /// How many groups of four of a thread's values of a are parked in shared memory, which saves registers; the first
-    /// kInDa groups overwrite da.
+    /// How many groups of four of a thread's values of a wait in shared
+    /// memory, which saves registers; the first kInDa groups overwrite da.
     static constexpr int kSpares = 7, kInDa = 4;
 
-    /// Table entries, indexed by a code and the scale byte of its block.
+    /// Table entries, which are indexed by a code and the scale byte of its block.
     struct alignas(128) Table {
         GateTerms gate[256][16];
         uint4 up[256];  // low and high bytes of the eight magnitudes, as BF16
@@ -90,7 +90,7 @@ struct SavedH {
         ptx::copy_4_async(&stage.scales[half][in_tile], from, int(in_tile) < left);
     }
 
-    /// Eight columns of a row.
+    /// Eight columns of a row of h.
     struct Row {
         u32 gate;       // codes
         u32 gate_line;  // address of the table line for the codes' scale
@@ -140,7 +140,7 @@ struct SavedH {
     };
 };
 
-/// h is in BF16.
+/// Inputs of the kernel if h is in BF16.
 struct PlainH {
     using Table = SigmoidTable;
     static constexpr int kStages = 1;
@@ -185,7 +185,7 @@ struct PlainH {
     };
 };
 
-/// The inputs of a tile; rows past the last row are zeros.
+/// The inputs of a tile, with zeros in rows past the last row.
 template <class H>
 struct alignas(512) BackwardStage {
     typename H::Stage h;
@@ -218,8 +218,8 @@ struct alignas(1024) BackwardShared {
         return m < H::kTiles ? own[m] : *reinterpret_cast<TurnedTile*>(H::room(table));
     }
 
-    /// The shared-memory place of four of a thread's values of a, for `i` below kSpares: the first four values of row
-    /// i % 4 for i < 4, and the last four from i = 4 on.
+    /// The place in shared memory of four of a thread's values of a, for `i` below kSpares: for
+    /// i < 4, the first four values of row i; for i >= 4, the last four values of row i % 4.
     __device__ __forceinline__ float4& kept(BackwardStage<H>& of, const StripThread& me, int i) {
         if (i < H::kInDa) return *reinterpret_cast<float4*>(of.da[me.row + i] + me.col * Bf16::kBytes);
         return spare[i - H::kInDa][threadIdx.x];
@@ -251,8 +251,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         const u64 row = tile_at(n).row() + in_tile;
         ptx::copy_4_async(&shared.row_id[n % kIdTiles][in_tile], row_id + row, row < u64(rows));
     };
-    // Starts to fetch tile `n`, whose row ids have arrived, and the row ids of the next tile. Row ids and weights that
-    // are null are not fetched.
+    // Starts to fetch tile `n`, whose row ids have arrived, and the row ids of the next
+    // tile. If the pointer to row ids or to weights is null, they are not fetched.
     const auto fetch = [&](u32 n) {
         if (!is_tile(n)) return;
         const StripTile at = tile_at(n);

@@ -1,11 +1,11 @@
 // The backward pass of kernels/swiglu/swiglu_plain.cuh, and of kernels/swiglu/swiglu.cuh in BF16.
 //
-// h [rows][2f] = [g | u], da [rows][f], weight[rows] (null: 1) -> dh [rows][2f] = [dg | du], a [rows][f] as in the forward pass (null: not
-// written), dweight[rows]; row_id as in kernels/convert/quantize.cuh; padding gives zeros. Matrices are 16-byte aligned. 256 threads, one
-// warp per row.
-// swiglu_backward_plain<AnyChunk>: flags say which matrices are BF16; the others are F32. Any grid.
-// <Bf16Chunk>: h and da are BF16 and f % 8 == 0. <SavedChunk>: h is MXFP4, codes [rows][f] bytes and h_scales [rows][2f / 32], da is BF16,
-//   and f % 32 == 0. Any grid works, and four CTAs per SM are best; sizeof(SigmoidTable) dynamic shared memory.
+// Reads h [rows][2f] = [g | u], da [rows][f] and weight[rows] (null: 1). Writes dh [rows][2f] = [dg | du], the forward
+// pass's a [rows][f] (null: not written) and dweight[rows]. row_id marks padding as in kernels/convert/quantize.cuh;
+// padding gives zeros. Matrices are 16-byte aligned. 256 threads per CTA, one warp per row.
+// swiglu_backward_plain<AnyChunk>: flags say which matrices are BF16; the others are F32. Any grid size gives correct results.
+// <Bf16Chunk>: h and da are BF16 and f % 8 == 0. <SavedChunk>: h is MXFP4 with codes [rows][f] bytes and h_scales [rows][2f / 32], da is BF16,
+//   and f % 32 == 0. Any grid size gives correct results, and four CTAs per SM are fastest. Dynamic shared memory: sizeof(SigmoidTable).
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e8m0.cuh"
@@ -25,7 +25,7 @@ struct PlainSource {
     int f;
 };
 
-/// A warp's next 256 columns.
+/// The next 256 columns of a warp.
 struct AnyChunk {
     static constexpr bool kTable = false;  // whether sigmoids are looked up in a table
     using Eight = F32::Eight;
@@ -85,10 +85,10 @@ struct Bf16Chunk : TableChunk {
     __device__ __forceinline__ const Eight& ups() const { return up; }
 };
 
-/// h as the forward pass saved it, in MXFP4. Codes are decoded only where values are used, which
-/// saves registers.
+/// h in MXFP4, as the forward pass saved it. Codes are decoded
+/// only where their values are used, because this saves registers.
 struct SavedChunk : TableChunk {
-    u32 gate, up;  // codes of gate and up
+    u32 gate, up;  // codes of the gate and of up
     u32 gate_scale, up_scale;
     Eight da;
 
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kPlainRowThreads, Chunk::kTable ? 4 : 2)
                           float* __restrict__ dweight, const int* __restrict__ row_id, int rows, int f) {
     constexpr int kCols = 2 * kPart;
     extern __shared__ __align__(128) u8 raw[];
-    SigmoidTable& sigmoids = *reinterpret_cast<SigmoidTable*>(raw);  // not used without kTable
+    SigmoidTable& sigmoids = *reinterpret_cast<SigmoidTable*>(raw);  // not used if kTable is false
     u32 table = 0;
     if constexpr (Chunk::kTable) {
         sigmoids.fill();
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kPlainRowThreads, Chunk::kTable ? 4 : 2)
             Chunk::store(dh, dh_bf16, u64(row) * u32(2 * f) + u32(col), left, dg);
             Chunk::store(dh, dh_bf16, u64(row) * u32(2 * f) + u32(f + col), left, du);
             if (a != nullptr) Chunk::store(a, a_bf16, u64(row) * u32(f) + u32(col), left, again);
-            // Lanes 0 to 15 sum one part, the other lanes the next part.
+            // Lanes 0 to 15 sum one partial sum, and lanes 16 to 31 sum the next.
             float part = dot_of_neighbours(terms, das);
 #pragma unroll
             for (int far = 1; far < 16; far *= 2) part = __fadd_rn(part, __shfl_xor_sync(kAllLanes, part, far));

@@ -1,17 +1,17 @@
-// SwiGLU: a = silu(g) · u · w from h = [g | u], in E4M3 along its rows and down its columns, from one read of h.
+// SwiGLU: computes a = silu(g) · u · w from h = [g | u], in E4M3 along its rows and down its columns, from one read of h.
 //
-// swiglu_rows_cols<kRule>: h BF16 [rows][2f], through a tensor map with boxes of 32 rows of 128 columns, not swizzled; weight [rows]
-//   (null: 1); codes [rows][f], scales [rows][ceil(f / 128)]; column codes [f][capacity], through a tensor map of tiles in the layout
-//   of TurnedTile, scales [capacity / 128][scale_stride], zeros from `rows` to `capacity`; counts of the row blocks. f % 8 == 0,
-//   capacity % 128 == 0; row_id as in kernels/convert/quantize.cuh; padding gives zeros; buffers are 16-byte aligned.
-//   512 threads; any grid works, and two CTAs per SM are best; `by_across` divides by ceil(f / 128); sizeof(RowsColsShared) dynamic
-//   shared memory:
-//   115712 bytes. While a tile is encoded, the next tile is loaded.
+// swiglu_rows_cols<kRule>: h is BF16 [rows][2f], read through a tensor map with boxes of 32 rows by 128 columns, not swizzled; weight is [rows]
+//   (null: 1). Row codes are [rows][f] with scales [rows][ceil(f / 128)]. Column codes are [f][capacity], written through a tensor map of tiles in
+//   the layout of TurnedTile, with scales [capacity / 128][scale_stride], and zeros from `rows` to `capacity`. Counts are those of the row blocks.
+//   f % 8 == 0, capacity % 128 == 0; row_id marks padding as in kernels/convert/quantize.cuh; padding gives zeros; buffers are 16-byte aligned.
+//   512 threads per CTA. Any grid size gives correct results, and two CTAs per SM are
+//   fastest; `by_across` divides by ceil(f / 128). Dynamic shared memory:
+//   sizeof(RowsColsShared) = 115712 bytes. While a tile is encoded, the next tile is loaded.
 //
-// Three barriers per tile make all threads wait. The factors of the columns use a split barrier, `inverses_there`: threads arrive at it
-// before they store their rows, and wait for it afterwards.
+// All threads wait at three barriers per tile. The factors of the columns use a split barrier,
+// `inverses_there`: threads arrive at it before they store their rows, and wait for it afterwards.
 //
-// Measured on an H200, as in kernels/swiglu/swiglu.cuh, power-of-two scales: 89 % (86 %), in 32 uneven groups 85 %, in 256 groups 71 %.
+// Speed in % of the bandwidth limit of kernels/swiglu/swiglu.cuh, with power-of-two scales: 89 % (86 %), in 32 uneven groups 85 %, in 256 groups 71 %.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e4m3.cuh"
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
             const int row = int(at.row()) + me.row + r;
             const bool counts_here = row < rows && at.col() + me.col < f && shared.row_id[me.row + r] >= 0;
             counted |= u32(counts_here) << r;
-            // The output of padding must be +0, so its weight must not be negative.
+            // The output of a padding row must be +0, so its weight must not be negative.
             weights[r] = counts_here && weight != nullptr ? __ldg(weight + row) : 1.0f;
         }
     };
@@ -175,13 +175,13 @@ __global__ void __launch_bounds__(kStripThreads, 2)
         }
         __syncwarp();
         ptx::barrier_arrive(shared.inverses_there);
-        // While the barrier fills, the rows are encoded and stored.
+        // The rows are encoded and stored while other threads arrive at the barrier.
         store_lines<kThreadRows>(
             row_codes + u64(u32(my_row)) * f + my_col, f, my_col < f ? rows - my_row : 0, __any_sync(kAllLanes, row_scale.is_nan()),
             [&](int r) { return value[r]; },
             [&](int r) { return __shfl_sync(kAllLanes, row_scale.inverse, (me.lane & 24) | r); });
-        // From here on the factors are complete, and no thread reads the maxima, whose memory the codes
-        // overwrite.
+        // From here on the factors are complete. No thread reads the
+        // maxima any more, so the codes may overwrite their memory.
         ptx::barrier_wait(shared.inverses_there, parity ^ 1);
         __syncwarp();
         fetch_ids(index + 2 * gridDim.x);

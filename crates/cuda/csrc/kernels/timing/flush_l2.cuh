@@ -1,5 +1,5 @@
-// Reads a buffer larger than the L2, so that the next kernel starts with none of its operands cached and no dirty lines to
-// evict. The sum is written so that the reads are not optimised away. Any grid works; `words` counts units of 16 bytes.
+// Reads a buffer larger than the L2, so that the next kernel finds none of its operands cached and no dirty lines to
+// evict. The sum is written so that the compiler keeps the reads. Any grid size works; `words` counts units of 16 bytes.
 #pragma once
 #include "ptx/types.cuh"
 

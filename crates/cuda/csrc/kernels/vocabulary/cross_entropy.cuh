@@ -1,13 +1,13 @@
 // Cross-entropy of rows of logits, and its gradient. crates/core/src/ops/vocabulary/cross_entropy.rs defines the order of sums.
 //
-// cross_entropy<kLanes, kWide, kGroups>: for each row of logits [rows][vocab] the loss; dlogits [rows][vocab], BF16 or F32, unless dlogits
-//   is null; bad_ids counts targets at or past the vocabulary's end. Element i is added to partial sum i % 1024 of the row (a lane). Each
-//   row has a cluster of 1024 / kLanes CTAs. Each CTA has kLanes adjacent lanes, and holds their elements in shared memory from the first
-//   read to the last write, so that logits are read once. A thread has kWide adjacent lanes (2: vocab is even) and every kGroups-th of
-//   their elements; with several groups, the first group sums the lanes. kLanes / kWide * kGroups threads; grid rows * 1024 / kLanes, in
-//   clusters of 1024 / kLanes; dynamic shared memory: EntropyRoom, and 4 bytes for each of ceil(vocab / 1024) * kLanes logits.
-// shard_nats: nats[shard] = the sum of the shard's losses; `sums` is scratch for shards * ceil(each / 4096) numbers. 512 threads; grid
-// shards.
+// cross_entropy<kLanes, kWide, kGroups>: for each row of logits [rows][vocab], writes the loss, and dlogits [rows][vocab], BF16 or F32, unless
+//   dlogits is null. bad_ids counts targets at or past the vocabulary's end. Element i is added to partial sum i % 1024 of the row; such a
+//   partial sum is called a lane. Each row has a cluster of 1024 / kLanes CTAs. Each CTA has kLanes adjacent lanes, and holds their elements in
+//   shared memory from the first read to the last write, so logits are read once. A thread has kWide adjacent lanes (2: vocab is even) and every
+//   kGroups-th of their elements; with several groups, the first group sums the lanes. kLanes / kWide * kGroups threads per CTA; grid rows *
+//   1024 / kLanes, in clusters of 1024 / kLanes. Dynamic shared memory: EntropyRoom, and 4 bytes for each of ceil(vocab / 1024) * kLanes logits.
+// shard_nats: nats[shard] = the sum of the shard's losses; `sums` is scratch memory
+// for shards * ceil(each / 4096) numbers. 512 threads per CTA, one CTA per shard.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/chunk_sum.cuh"
@@ -22,7 +22,7 @@
 
 namespace nib {
 
-constexpr int kSumOver = 1024;  // partial sums (lanes) per row
+constexpr int kSumOver = 1024;  // number of partial sums (lanes) per row
 constexpr u32 kOneWarp = 0xFFFFFFFF;
 
 /// Values exchanged between the CTAs and warps of a row. EntropyRoom precedes the logits in shared
@@ -33,7 +33,7 @@ struct alignas(16) EntropyRoom {
     float sum;
 };
 
-/// Dynamic shared memory of a CTA: EntropyRoom, and its part of the logits.
+/// The dynamic shared memory of a CTA: EntropyRoom, and the logits of the CTA's part of the row.
 template <int kLanes>
 __device__ constexpr u64 cross_entropy_shared_bytes(u64 vocab) {
     return sizeof(EntropyRoom) + (vocab + kSumOver - 1) / kSumOver * kLanes * sizeof(float);
@@ -61,7 +61,7 @@ __device__ __forceinline__ float close_lanes(const float (&lanes)[kSumOver]) {
     return all;
 }
 
-/// A CTA's part of a row: the positions of the elements of its threads.
+/// The part of a row that a CTA has, and the positions of each thread's elements.
 template <int kLanes, int kWide, int kGroups>
 struct EntropyPart {
     static constexpr int kCluster = kSumOver / kLanes;
@@ -81,7 +81,7 @@ struct EntropyPart {
         : held(held), vocab(vocab), full(vocab / kSumOver), rounds(ceil_div(vocab, kSumOver)),
           rank(kCluster == 1 ? 0 : int(ptx::cluster_cta_rank())), group(threadIdx.x / kOwners), lane(threadIdx.x % kOwners * kWide) {}
 
-    /// The thread's first element of a round, as an index in the row.
+    /// Returns the thread's first element of a round, as an index within the row.
     __device__ __forceinline__ int element(int round) const { return round * kSumOver + rank * kLanes + lane; }
     __device__ __forceinline__ float* place(int round) const { return held + round * kLanes + lane; }
 
@@ -114,8 +114,8 @@ struct EntropyPart {
         return max;
     }
 
-    /// The row's largest logit, or a NaN, from the largest logit of each thread. The function ends
-    /// with a barrier.
+    /// Computes the row's largest logit, or a NaN, from the largest
+    /// logit of each thread. The function ends with a barrier.
     __device__ __forceinline__ float largest(EntropyRoom& room, float max) const {
 #pragma unroll
         for (int half = 16; half > 0; half /= 2) max = ptx::max_or_nan(max, __shfl_xor_sync(kOneWarp, max, half));
@@ -138,8 +138,8 @@ struct EntropyPart {
         return max;
     }
 
-    /// Replaces the logits by exponentials and sums them. The comment of Quotient explains
-    /// `smallest`. The function ends with a barrier.
+    /// Replaces the logits by their exponentials and sums them. The comment
+    /// of Quotient explains `smallest`. The function ends with a barrier.
     __device__ __forceinline__ float exponentials(EntropyRoom& room, float max, u32& smallest) const {
         float sum[kWide] = {};
 #pragma unroll 4
@@ -195,7 +195,7 @@ struct EntropyPart {
         }
     }
 
-    /// Writes a row's gradient: `of` maps an exponential to its gradient.
+    /// Writes the gradient of a row; `of` maps an exponential to its gradient.
     template <class Out, class Of>
     __device__ __forceinline__ void write(u8* row, const Of& of) const {
 #pragma unroll 4
@@ -208,7 +208,7 @@ struct EntropyPart {
         }
     }
 
-    /// The gradient of a row whose target is `target`.
+    /// Computes the gradient of a row whose target is `target`.
     template <class Out>
     __device__ __forceinline__ void gradient(u8* row, int target, float sum, float scale, u32 smallest) const {
         if (__any_sync(kOneWarp, Quotient::is_tiny(smallest))) {
@@ -217,7 +217,7 @@ struct EntropyPart {
             const Quotient quotient(sum);
             write<Out>(row, [&](float e) { return __fmul_rn(scale, quotient.of(e)); });
         }
-        // The target's gradient is overwritten by the thread that wrote this element above.
+        // The thread that overwrites the target's gradient here is the one that wrote this element above.
         const int round = target / kSumOver, at = target % kSumOver - rank * kLanes - lane;
         if (u32(at) < u32(kWide) && round % kGroups == group) {
             const float share = __fdiv_rn(place(round)[at], sum);

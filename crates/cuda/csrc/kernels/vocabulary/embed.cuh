@@ -1,22 +1,22 @@
-// Embedding rows by id, and the gradient of the embedding.
+// Looks up embedding rows by id, and computes the gradient of the embedding.
 //
-// embed<T, kCount>: x[i] = table[ids[i]], rounded to T (Bf16 or F32); table [vocab, d] F32. An id out of range gives zeros and is counted.
-//   units = ceil(d / kCount), at least 1; kCount: 4 if d is a multiple of 4, else 1.
-//   256 threads; grid ceil(rows * units / 1024), rows * units below 2^31.
+// embed<T, kCount>: x[i] = table[ids[i]], rounded to T (Bf16 or F32); table is F32 [vocab, d]. An id out of range gives zeros and is counted.
+//   units = ceil(d / kCount), at least 1; kCount is 4 if d is a multiple of 4, else 1.
+//   256 threads per CTA; the grid has ceil(rows * units / 1024) CTAs; rows * units is below 2^31.
 //
-// kThreads is always kEmbedThreads. kThreads is a template parameter so that these kernels are compiled only where they are launched. The
-// backward pass sorts the tokens by key = shard * vocab + id, stably, one digit per pass: embed_digits extracts the digits, and
-// `plan_permute` sorts. A run of tokens with the same key is divided into chunks of 64 tokens.
-// embed_digits<kThreads>: digit[i] = key(order[i]) >> shift & mask. If order is null, tokens are in their own order, which is written to
-// order_out.
-//   256 threads; grid ceil(tokens / 256).
-// embed_chunks<kThreads>: finds in the sorted order the chunks, and the runs of several chunks, in any order; counts[0] counts the chunks
-//   and counts[1] the runs (both initially zeros). 256 threads; grid ceil(tokens / 256). `chunks` [tokens], `runs` [tokens / 64].
-// embed_sums<T, kCount>: each chunk's rows of dy [tokens, d] are summed in order. The sum is added to the row of grad [shards * vocab, d]
-//   F32 if the run has no other chunk; otherwise it is stored as a row of partial [ceil(tokens / 32), d] F32.
-//   256 threads; any grid works; blocks = ceil(d / (256 * kCount)).
-// embed_close<kCount>: a tree over neighbours adds the sums of each run's chunks; the result is added to grad.
-//   256 threads; any grid works; blocks = ceil(d / (32 * kCount)).
+// kThreads is always kEmbedThreads. It is a template parameter only so that these kernels are compiled where they are launched.
+// The backward pass sorts the tokens by key = shard * vocab + id with a stable radix sort, one digit per pass: embed_digits
+// extracts the digits, and `plan_permute` sorts. A run of tokens with the same key is divided into chunks of 64 tokens.
+// embed_digits<kThreads>: digit[i] = key(order[i]) >> shift & mask. If `order` is
+// null, tokens are in their original order, which the kernel writes to order_out.
+//   256 threads per CTA; the grid has ceil(tokens / 256) CTAs.
+// embed_chunks<kThreads>: lists the chunks of the sorted tokens, and the runs that have several chunks, in any order. counts[0] counts the chunks and
+//   counts[1] the runs; both are initially zeros. 256 threads per CTA; the grid has ceil(tokens / 256) CTAs. `chunks` is [tokens], `runs` [tokens / 64].
+// embed_sums<T, kCount>: sums each chunk's rows of dy [tokens, d] in order. If the run has no other chunk, it adds the sum to
+//   the row of grad, F32 [shards * vocab, d]; otherwise it stores the sum as a row of partial, F32 [ceil(tokens / 32), d].
+//   256 threads per CTA; any grid size gives correct results; blocks = ceil(d / (256 * kCount)).
+// embed_close<kCount>: adds the sums of each run's chunks by a binary tree over neighbours, and adds the result to grad.
+//   256 threads per CTA; any grid size gives correct results; blocks = ceil(d / (32 * kCount)).
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -25,9 +25,9 @@
 namespace nib {
 
 constexpr int kEmbedThreads = 256;
-constexpr int kEmbedUnits = 4;  // units per thread, whose loads are all in flight
+constexpr int kEmbedUnits = 4;  // number of units per thread, whose loads are all in flight
 constexpr u32 kEmbedChunk = 64;
-constexpr int kEmbedRows = 8;  // rows of dy whose loads are in flight
+constexpr int kEmbedRows = 8;  // number of rows of dy whose loads are in flight
 
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kEmbedThreads)
@@ -94,7 +94,7 @@ struct EmbedSorted {
 
     __device__ __forceinline__ u32 key(u32 i) const { return keys.of(ids, u32(__ldg(order + i))); }
 
-    /// The first position from `low` to `high` whose key is `key` or larger; `high` if no key is.
+    /// Returns the first position from `low` to `high` whose key is at least `key`, or `high` if there is none.
     __device__ __forceinline__ u32 find(u32 key, u32 low, u32 high) const {
 #pragma unroll 1
         while (low < high) {
@@ -108,7 +108,7 @@ struct EmbedSorted {
     }
 };
 
-/// Up to 64 tokens of one key, from position `first` of the sorted order on.
+/// A chunk: up to 64 tokens of one key, from position `first` of the sorted order on.
 struct alignas(16) EmbedTask {
     u32 key;
     u32 first;
@@ -116,8 +116,8 @@ struct alignas(16) EmbedTask {
     int place;  // row of `partial`, or -1 if the run has no other chunk
 };
 
-/// Appends to a list the values of those threads of a warp that have a value, with one atomic per
-/// warp.
+/// Appends values to a list, from those threads of a warp
+/// that have a value. The warp uses one atomic.
 template <typename V>
 __device__ __forceinline__ void append(bool has, const V& value, V* list, u64* count) {
     const u32 all = __ballot_sync(0xFFFFFFFF, has), lane = threadIdx.x % 32;

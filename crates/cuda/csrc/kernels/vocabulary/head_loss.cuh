@@ -1,14 +1,14 @@
-// Kernels of the LM head's loss, apart from its GEMMs and the cross-entropy.
+// Kernels for the loss of the LM head, other than its GEMMs and the cross-entropy.
 //
-// equal_groups: start[g] = g * apart for g <= groups, len[g] = each. 256 threads; grid ceil((groups + 1) / 256).
-// round_gradient: out[i] = sum[i], or out[i] + sum[i], rounded to BF16. 256 threads; grid ceil(len / 1024).
+// equal_groups: start[g] = g * apart for g <= groups, and len[g] = each. 256 threads per CTA; the grid has ceil((groups + 1) / 256) CTAs.
+// round_gradient: out[i] = sum[i], or out[i] + sum[i], rounded to BF16. 256 threads per CTA; the grid has ceil(len / 1024) CTAs.
 #pragma once
 #include "formats/plain.cuh"
 
 namespace nib {
 
 constexpr int kHeadThreads = 256;
-constexpr int kHeadCount = 4;  // values that a thread rounds
+constexpr int kHeadCount = 4;  // number of values that a thread rounds
 
 __global__ void __launch_bounds__(kHeadThreads)
     equal_groups(int* __restrict__ start, int* __restrict__ len, int groups, int each, int apart) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void round_few(const float* sum, u16* out, int accumu
 
 __global__ void __launch_bounds__(kHeadThreads) round_gradient(const float* sum, u16* out, u64 len, int accumulate) {
     const u64 first = (u64(blockIdx.x) * kHeadThreads + threadIdx.x) * kHeadCount;
-    // A shard's matrix may be misaligned for longer loads.
+    // The matrix of a shard may be misaligned for longer loads.
     if (len % kHeadCount == 0) {
         if (first < len) round_few<kHeadCount>(sum + first, out + first, accumulate);
         return;

@@ -1,11 +1,11 @@
-// Cross-entropy of long rows of logits for the head of a BF16 model. Sums have this kernel's own order, and exponentials are the
-// hardware's. cross_entropy.cuh has the kernel that gives the same bits as the CPU.
+// Cross-entropy of long rows of logits for the head of a BF16 model. This kernel has its own order of sums,
+// and uses the hardware's exponentials. The kernel in cross_entropy.cuh gives the same bits as the CPU.
 //
-// head_rows<kCluster>: for each row of logits [rows][vocab] the loss; dlogits [rows][vocab] in BF16, unless dlogits is null; bad_ids counts
-//   targets at or past the vocabulary's end. Targets at or past the vocabulary's end, and negative targets, give no loss and no gradient. A
-//   cluster processes every (gridDim.x / kCluster)-th row, and each of its CTAs has `part` adjacent elements; part and vocab are multiples
-//   of 8. While a row is processed, TMA loads the next row. 512 threads; grid a multiple of kCluster; dynamic shared memory: HeadRoom, and
-//   2 * part * 4 bytes.
+// head_rows<kCluster>: for each row of logits [rows][vocab], writes the loss, and dlogits [rows][vocab] in BF16 unless
+//   dlogits is null. bad_ids counts targets at or past the vocabulary's end. Such targets, and negative targets, give
+//   no loss and no gradient. A cluster processes every (gridDim.x / kCluster)-th row, and each of its CTAs has `part`
+//   adjacent elements; part and vocab are multiples of 8. While a row is processed, TMA loads the next row. 512
+//   threads per CTA; the grid is a multiple of kCluster CTAs. Dynamic shared memory: HeadRoom, and 2 * part * 4 bytes.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/log.cuh"
@@ -21,8 +21,8 @@ namespace nib {
 constexpr int kRowThreads = 512;
 constexpr int kRowWarps = kRowThreads / 32;
 
-/// A CTA's shared memory besides its two buffers. `maxima` and `sums` have one entry per CTA of the cluster, for two
-/// rows alternately.
+/// The shared memory of a CTA besides its two buffers. `maxima` and `sums`
+/// have one entry per CTA of the cluster, for each of two alternating rows.
 struct alignas(16) HeadRoom {
     ptx::Barrier full[2];
     float in_warp[2][kRowWarps];
@@ -30,7 +30,7 @@ struct alignas(16) HeadRoom {
     float sums[2][8];
 };
 
-/// Dynamic shared memory of a CTA: HeadRoom, and its part of two rows.
+/// The dynamic shared memory of a CTA: HeadRoom, and the CTA's part of two rows.
 __device__ constexpr u64 head_rows_shared_bytes(u64 part) { return sizeof(HeadRoom) + 2 * part * sizeof(float); }
 
 __device__ __forceinline__ float warp_max(float x) {
@@ -45,17 +45,17 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-/// e^x by the hardware, accurate to about two units in the last place.
+/// e^x computed by the hardware, accurate to about two units in the last place.
 __device__ __forceinline__ float fast_exp(float x) { return ptx::exp2_approx(__fmul_rn(x, 1.44269504f)); }
 
-/// One CTA's part of a cluster's rows.
+/// The part of a cluster's rows that one CTA has.
 template <int kCluster>
 struct HeadPart {
     HeadRoom& room;
-    int count;  // elements of this CTA
+    int count;  // number of elements of this CTA
     int rank;
 
-    /// The largest logit of this CTA's part. All threads call this function.
+    /// Returns the largest logit of this CTA's part. All threads call this function.
     __device__ __forceinline__ float largest(const float4* z) const {
         float max = __uint_as_float(0xFF800000);
 #pragma unroll 4
@@ -88,8 +88,8 @@ struct HeadPart {
         return warp_sum(threadIdx.x % 32 < kRowWarps ? room.in_warp[1][threadIdx.x % 32] : 0.0f);
     }
 
-    /// Combines the CTAs' maxima and sums to those of the row. `turn` counts the calls of this
-    /// function.
+    /// Combines the maxima and sums of the CTAs to those of
+    /// the row. `turn` counts the calls of this function.
     __device__ __forceinline__ void meet(int turn, float& max, float& sum) const {
         if constexpr (kCluster > 1) {
             float* const maxima = room.maxima[turn % 2];
@@ -111,7 +111,7 @@ struct HeadPart {
         }
     }
 
-    /// Writes the gradient: factor times each exponential, minus `scale` for the target.
+    /// Writes the gradient, which is factor times each exponential, minus `scale` for the target.
     __device__ __forceinline__ void gradient(const float4* e, u16* out, int target, float factor, float scale) const {
 #pragma unroll 4
         for (int i = threadIdx.x; i < count / 4; i += kRowThreads) {
@@ -119,7 +119,7 @@ struct HeadPart {
             const float d[4] = {v.x * factor, v.y * factor, v.z * factor, v.w * factor};
             Few<Bf16, 4>::from_f32(d).store(out + i * 4);
         }
-        // The target's element is overwritten by the same thread that wrote it above.
+        // The thread that overwrites the target's element here is the one that wrote this element above.
         if (u32(target) < u32(count) && target / 4 % kRowThreads == threadIdx.x) {
             const float d[1] = {__fsub_rn(reinterpret_cast<const float*>(e)[target] * factor, scale)};
             Few<Bf16, 1>::from_f32(d).store(out + target);
