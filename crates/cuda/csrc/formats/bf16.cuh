@@ -13,7 +13,7 @@ namespace nib {
 
 constexpr u32 kAllLanes = 0xFFFFFFFF;
 
-/// The factor of value i of eight: a common factor, or one factor per value.
+/// Returns the factor of value i of eight values. Either all values have a common factor, or each has its own.
 __device__ __forceinline__ float inverse_of(float inverse, int) { return inverse; }
 __device__ __forceinline__ float inverse_of(const float (&inverse)[8], int i) { return inverse[i]; }
 
@@ -32,13 +32,13 @@ struct Bf16 {
 
     __device__ __forceinline__ static Eight zeros() { return {{0, 0, 0, 0}}; }
 
-    /// Loads one value, as F32.
+    /// Loads one value and converts it to F32.
     __device__ __forceinline__ static float number(const void* from) {
         return __uint_as_float(u32(*static_cast<const u16*>(from)) << 16);
     }
 
-    /// Loads eight values; values from the `left`-th on are zeros. kAligned: `from` is 16-byte aligned, and either all
-    /// eight values exist or none.
+    /// Loads eight values; from the `left`-th on, values are zeros. kAligned:
+    /// `from` is 16-byte aligned, and either all eight values exist or none exists.
     template <bool kAligned>
     __device__ __forceinline__ static Eight load(const void* from, int left) {
         Eight x = zeros();
@@ -75,7 +75,7 @@ struct Bf16 {
 
     __device__ __forceinline__ static u32 larger(u32 a, u32 b) { return ptx::max_u16x2(a, b); }
 
-    /// The largest magnitude of column `col` over kLines rows of magnitudes, as F32 bits.
+    /// Returns the largest magnitude of column `col` over kLines rows of magnitudes, as F32 bits.
     template <int kLines>
     __device__ __forceinline__ static u32 column_max(const u32 (*lines)[kWords * 16], int col) {
         u32 largest = 0;
@@ -87,13 +87,13 @@ struct Bf16 {
         return largest << 16;
     }
 
-    /// The largest even-numbered magnitude in the low half, and the largest odd-numbered magnitude in the
-    /// high half.
+    /// Returns the largest even-numbered magnitude in the low half of a
+    /// word, and the largest odd-numbered magnitude in the high half.
     __device__ __forceinline__ static u32 fold(const Magnitudes& m) {
         return larger(larger(m.word[0], m.word[1]), larger(m.word[2], m.word[3]));
     }
 
-    /// The F32 bits of the largest magnitude of 64 values.
+    /// Returns the F32 bits of the largest magnitude of 64 values.
     __device__ __forceinline__ static u32 largest_bits(const Eight (&x)[8]) {
         u32 largest = fold(magnitudes(x[0]));
 #pragma unroll
@@ -101,12 +101,12 @@ struct Bf16 {
         return fold_two(largest, largest) << 16;
     }
 
-    /// Reduces two folds to one word: the maximum of `a` in the low half, the maximum of `b` in the high half.
+    /// Combines two results of `fold` in one word: the maximum of `a` in the low half, and the maximum of `b` in the high half.
     __device__ __forceinline__ static u32 fold_two(u32 a, u32 b) {
         return larger(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
     }
 
-    /// The largest magnitude of every kTogether adjacent entries of x over `kLanes` adjacent lanes, as F32 bits.
+    /// For every kTogether adjacent entries of x, returns the largest magnitude over `kLanes` adjacent lanes, as F32 bits.
     template <int kTogether, int kLanes, int kCount, int kHeld>
     __device__ __forceinline__ static void block_maxima(const Eight (&x)[kCount], u32 (&bits)[kHeld]) {
         static_assert(kHeld * kTogether == kCount);
@@ -127,7 +127,7 @@ struct Bf16 {
         }
     }
 
-    /// The largest magnitude of each of eight rows over 16 adjacent lanes; lane l gets row l / 2 % 8.
+    /// Computes the largest magnitude of each of eight rows over 16 adjacent lanes; lane l gets the result for row l / 2 % 8.
     __device__ __forceinline__ static void row_maxima_of_eight(const Eight (&x)[8], int lane, u32 (&bits)[1]) {
         u32 two[4];
 #pragma unroll
@@ -142,8 +142,8 @@ struct Bf16 {
         bits[0] = b1 ? c & 0xFFFF0000 : c << 16;
     }
 
-    /// The largest magnitude of each of eight rows over 4 adjacent lanes; lane l gets rows l % 4 *
-    /// 2 and l % 4 * 2 + 1.
+    /// Computes the largest magnitude of each of eight rows over 4 adjacent
+    /// lanes; lane l gets the results for rows l % 4 * 2 and l % 4 * 2 + 1.
     __device__ __forceinline__ static void row_maxima_of_eight(const Eight (&x)[8], int lane, u32 (&bits)[2]) {
         u32 two[4];
 #pragma unroll
@@ -248,8 +248,8 @@ struct F32 {
         }
     }
 
-    /// The largest magnitude of each of eight rows. kHeld = 1: over 16 adjacent lanes; lane l gets row l / 2 % 8. kHeld
-    /// = 2: over 4 adjacent lanes; lane l gets rows l % 4 * 2 and l % 4 * 2 + 1.
+    /// Computes the largest magnitude of each of eight rows. kHeld = 1: over 16 adjacent lanes, where lane l
+    /// gets row l / 2 % 8. kHeld = 2: over 4 adjacent lanes, where lane l gets rows l % 4 * 2 and l % 4 * 2 + 1.
     template <int kHeld>
     __device__ __forceinline__ static void row_maxima_of_eight(const Eight (&x)[8], int lane, u32 (&bits)[kHeld]) {
         u32 one[8];

@@ -26,11 +26,11 @@
 //   kCorrection  whether records of blocks of 16 may be `corrected` after rounding (Nvfp4); `scale` takes the largest value's multiplier
 //   kCandidates  whether blocks of 16 choose between two scales: scale<true> maps the largest magnitude to 4, not 6, and `lost` compares them,
 //                as in Nvfp4Codes
-// A block with a NaN or an infinity has zero codes and a record whose inverse is NaN. This interface is the twin of
-// crates/formats/src/block.rs.
+// If a block has a NaN or an infinity, its codes are zeros, and its record has a NaN
+// inverse. crates/formats/src/block.rs is the CPU implementation of this interface.
 //
-// A source line NIB_UNIT_FORMAT(format, scale rule, struct, roundings..) declares the struct for a format. This crate's build script reads
-// these lines, and generates the launch table (src/ops/convert/units.rs) and formats/all.cuh. For the compiler the macro is empty.
+// The source line NIB_UNIT_FORMAT(format, scale rule, struct, roundings..) declares the struct of a format. This crate's build script reads
+// these lines, and generates the launch table (src/ops/convert/units.rs) and formats/all.cuh. To the compiler, the macro expands to nothing.
 //   format       the format's name in crates/formats/src/format.rs
 //   scale rule   the rule of crates/formats/src/e8m0.rs for this struct; AnyOther: all rules that no earlier line names for the format
 //   struct       a struct in the namespace nib, or an alias of one
@@ -44,23 +44,23 @@
 
 namespace nib {
 
-/// A rule for power-of-two scales; the launch code builds it as `ScaleArg`. `up` is added to the bits of the largest
-/// magnitude, and the carry into the exponent rounds the scale according to the rule. For subnormal magnitudes,
-/// `up_least` is added instead of `up`. If the bits are `nan_from` or more, the scale is NaN.
+/// A rule for power-of-two scales; the launch code builds this struct as `ScaleArg`. `up` is added to the
+/// bits of the largest magnitude, and the carry into the exponent rounds the scale by the rule. For subnormal
+/// magnitudes, `up_least` is added instead of `up`. If the bits are `nan_from` or more, the scale is NaN.
 struct ScaleArg {
     u32 up;
     u32 up_least;
     u32 nan_from;
 };
 
-/// A tensor's scale: the factor for its values, and its reciprocal. With delayed scales (computed in earlier steps),
-/// `unit` is the expected magnitude instead (`tensor_scales` in whole_scales.cuh).
+/// The scale of a tensor: the factor for its values, and the factor's reciprocal. With delayed scales, which follow from
+/// earlier steps, `unit` is the expected magnitude instead of the reciprocal (`tensor_scales` in whole_scales.cuh).
 struct TensorInverse {
     float inverse;
     float unit;
 };
 
-/// A block's scale record, and the factor for the block's values. Scales of parts are not included.
+/// The scale record of a block, and the factor for the block's values. The scales of parts of the block are not included.
 struct Scaled {
     u32 record;
     float inverse;
@@ -69,16 +69,16 @@ struct Scaled {
     __device__ __forceinline__ static Scaled nan(u32 record) { return {record, __uint_as_float(kNanBits)}; }
 };
 
-/// Whether parts of a block have their own scales, relative to the block's scale.
+/// True if parts of a block have their own scales, relative to the block's scale.
 template <class F>
 constexpr bool kHasParts = F::kPart < F::kBlock;
 
-/// Whether the scales of parts are numbers for sixteen values each, not power-of-two steps. Like a block's scale, these scales leave
-/// headroom above the largest code.
+/// True if the scale of a part is a number for sixteen values, not a power-of-two step.
+/// Like a block's scale, the scale of a part leaves headroom above the largest code.
 template <class F>
 constexpr bool kPartsHaveScales = kHasParts<F> && F::kPart == 16;
 
-/// The type that holds a record of kBytes bytes.
+/// The integer type that holds a record of kBytes bytes.
 template <int kBytes>
 struct RecordBits {
     using Type = u32;
@@ -90,32 +90,32 @@ struct RecordBits<8> {
 template <class F>
 using Record = typename RecordBits<F::kScaleBytes>::Type;
 
-/// A power-of-two scale for values of element type E.
+/// Computes a power-of-two scale for values of element type E.
 template <class E>
 __device__ __forceinline__ Scaled power_of(u32 amax, ScaleArg rule) {
     if (amax >= rule.nan_from) return Scaled::nan(kScaleNan);
-    // `up_least` is needed only if the largest element is below two. For other elements, a
-    // subnormal magnitude never exceeds the least scale.
+    // `up_least` is needed only if the largest element is below two. For other
+    // elements, a subnormal magnitude never needs more than the least scale.
     const u32 up = E::kEmax == 0 && amax < 0x00800000 ? rule.up_least : rule.up;
     const u32 byte = min(max(int((amax + up) >> 23) - E::kEmax, 0), 254);
     return {byte, __uint_as_float(byte == 254 ? 0x00400000 : (254 - byte) << 23)};
 }
 
-/// Non-default choices of scales within a scale rule; the launch code builds it as `ScalingArg`.
+/// Options that change how scales are chosen within a scale rule; the launch code builds this struct as `ScalingArg`.
 struct ScalingArg {
     float headroom;
-    float high, low;  // thresholds above which a part's scale rises by a factor of two
+    float high, low;  // thresholds; above them, the scale of a part is doubled
     u32 divides;      // whether values are multiplied by the F32 reciprocal of their scale
     u32 corrects;     // whether a block's scale is corrected for rounding losses, and rounded stochastically
     u32 candidates;   // 0: the scale maps the largest magnitude to 6; 1 or 2: to 6 or to 4, whichever has less squared (1) or absolute (2) error
 
-    /// The bits of a magnitude multiplied by the headroom factor.
+    /// Returns the bits of a magnitude after multiplication by the headroom factor.
     __device__ __forceinline__ u32 over(u32 amax) const {
         return amax >= kInfinityBits ? amax : __float_as_uint(fminf(__fmul_rn(__uint_as_float(amax), headroom), 0x1.fffffep127f));
     }
 };
 
-/// A format whose rounding mode is known only at run time.
+/// Wraps a format whose rounding mode is known only at run time.
 template <class F>
 struct RoundedByArg : F {
     template <int kRound>
@@ -128,19 +128,19 @@ struct RoundedByArg : F {
     }
 };
 
-/// A format whose scales are chosen by ScalingArg.
+/// Wraps a format whose scales are chosen by ScalingArg.
 template <class F>
 struct Chosen : RoundedByArg<F> {
     static constexpr bool kChosen = true;
 };
 
-/// A format in 2-D blocks of weights whose rows store separate scale records (crates/formats/src/square.rs).
+/// Wraps a format for weights in 2-D blocks whose rows store separate scale records (crates/formats/src/square.rs).
 template <class F>
 struct Squared : RoundedByArg<F> {
     static constexpr bool kSquares = true;
 };
 
-/// Common base of formats with one factor for all values of a block.
+/// Common base of formats in which all values of a block have one factor.
 template <class E>
 struct OneFactor {
     using Element = E;
@@ -156,8 +156,8 @@ struct OneFactor {
         return false;
     }
 
-    /// `decision(i)` says how value i is rounded, if the rounding mode is known only at run time. For
-    /// kStochastic, `decision` is the argument `rounded_up` of `stochastic_codes`.
+    /// `decision(i)` says how value i is rounded, if the rounding mode is known only at run
+    /// time. For kStochastic, `decision` is passed to `stochastic_codes` as `rounded_up`.
     template <int kRound, bool kWithin, int kFactors, class Decide>
     __device__ __forceinline__ static bool encode(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[E::kBits / 2],
                                                   const Decide& decision) {
@@ -174,7 +174,7 @@ struct OneFactor {
     }
 };
 
-/// Encodes sixteen values; the rounding mode is known only at run time.
+/// Encodes sixteen values with a rounding mode that is known only at run time.
 template <class E, class Decide>
 __device__ __forceinline__ bool encode_by(const float (&y)[16], u32 (&words)[E::kBits / 2], const Decide& decision) {
     constexpr u32 kMagnitude = E::kTwosComplement ? 0xFF : (1u << (E::kBits - 1)) - 1;
@@ -189,12 +189,12 @@ __device__ __forceinline__ bool encode_by(const float (&y)[16], u32 (&words)[E::
     return any != 0;
 }
 
-/// A format of the OCP MX family: blocks of 32 with a power-of-two scale.
+/// A format of the OCP MX family, with blocks of 32 values and a power-of-two scale.
 template <class E>
 struct MxFormat : OneFactor<E> {
     static constexpr int kBlock = 32, kPart = 32, kScaleBytes = 1;
-    // Under some scale rules the largest values exceed the largest code; only conversions to FP8 saturate in
-    // hardware.
+    // Under some scale rules the largest values exceed the largest
+    // code. In hardware, only the conversions to FP8 saturate.
     static constexpr bool kLimits = E::kBits < 8 || E::kTwosComplement;
 
     __device__ __forceinline__ static float limit(const Scaled& scale) { return __fmul_rn(e8m0_decode(scale.record), E::kMax); }

@@ -1,5 +1,5 @@
-// E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Blocks have 32 values; a byte holds two codes, the even
-// element in the low nibble. This file is the twin of crates/formats/src/element.rs.
+// E2M1 has the values 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Blocks have 32 values. A byte holds two
+// codes, with the even element in the low nibble. The CPU implementation is crates/formats/src/element.rs.
 #pragma once
 #include "formats/bf16.cuh"
 #include "ptx/packed.cuh"
@@ -13,7 +13,7 @@ struct E2m1 {
     static constexpr int kMantissaBits = 1;
     static constexpr int kEmax = 2;
     static constexpr int kBias = 1;
-    static constexpr float kToCode = 0x1p-126f;  // maps the smallest normal E2M1 number to that of F32
+    static constexpr float kToCode = 0x1p-126f;  // maps the smallest normal E2M1 number to the smallest normal F32 number
     static constexpr u32 kMaxMantissa = 0x400000;  // the F32 mantissa of 6
     static constexpr float kMax = 6.0f;
     static constexpr float kLargestToZero = 0.25f;  // a tie, which rounds to even
@@ -23,16 +23,16 @@ struct E2m1 {
 
     __device__ __forceinline__ static Eight zeros() { return 0; }
 
-    /// Whether any of the codes is non-zero.
+    /// Returns whether any of the codes is non-zero.
     __device__ __forceinline__ static bool any(Eight codes) { return codes & kMagnitudes; }
 
-    /// Codes of x * inverse for BF16 values, rounded to nearest even. `inverse` is a power of two, one for all values or
-    /// one per value, and |x * inverse| is below 8. kExceeds: products above 6 may occur, and saturate.
+    /// Returns the codes of x * inverse for BF16 values, rounded to nearest even. `inverse` is a power of two, either one
+    /// for all values or one per value, and |x * inverse| is below 8. kExceeds: products above 6 may occur, and saturate.
     ///
-    /// F16 contains E2M1: after a multiplication by 2^-14, the smallest normal numbers of both formats coincide. Then bits
-    /// 9 and up of an F16 number are the code, and the bits below are the fraction to be rounded. F16's ten mantissa bits
-    /// hold a BF16 product exactly down to 0.125; anything smaller gets the code 0 in any case. So one integer addition on
-    /// the F16 bits rounds two numbers.
+    /// F16 can represent every E2M1 value: after a multiplication by 2^-14, the smallest normal numbers of
+    /// both formats coincide. Then bits 9 and up of an F16 number are the code, and the bits below are the
+    /// fraction to be rounded. F16's ten mantissa bits represent a BF16 product exactly down to 0.125; smaller
+    /// products get the code 0 in any case. So one integer addition on the F16 bits rounds two numbers.
     template <bool kExceeds, class Inverse>
     __device__ __forceinline__ static Eight encode(const Bf16::Eight& x, const Inverse& inverse) {
         // The two halves of a register hold elements (0, 2), (4, 6), (1, 3) or (5, 7), so the code below interleaves
@@ -51,14 +51,14 @@ struct E2m1 {
         return pack_halves<kExceeds>(half);
     }
 
-    /// Codes of x · factor for finite BF16 numbers with |x · factor| <= 6, rounded to nearest even. `factor` is a power
-    /// of two, as BF16 in both halves. This function takes fewer instructions of the integer pipe than `encode`.
+    /// Returns the codes of x · factor for finite BF16 numbers with |x · factor| <= 6, rounded to nearest even. `factor` is a
+    /// power of two, as BF16 in both halves of a word. This function takes fewer instructions of the integer pipe than `encode`.
     ///
     /// With v = |x · factor|, the code rises by 1 every 0.5 up to v = 2, every 1 up to 4, and every 2 up to 6. So the
     /// code is the smallest of 2v, v + 2 and v / 2 + 4. Each of the three is a fused multiply-add onto a constant whose
     /// last place is worth 0.5, 1 or 2. The addition rounds v to that step, and the last bits of the sum are the code.
     __device__ __forceinline__ static Eight encode_within(const Bf16::Eight& x, u32 factor) {
-        u32 code[4];  // the sum exceeds 0x42C0 in either half
+        u32 code[4];  // the sum exceeds 0x42C0 in both halves
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32 magnitude = x.word[i] & 0x7FFF7FFF;
@@ -76,8 +76,8 @@ struct E2m1 {
         return odd * 16 + even + ((signs_even >> 4 & 0x08080808) | (signs_odd & 0x80808080)) - 0x32F032F0;
     }
 
-    /// Codes of x · inverse for F32 values, rounded to nearest even. kExceeds: products above 6 may
-    /// occur, and saturate.
+    /// Returns the codes of x · inverse for F32 values, rounded to
+    /// nearest even. kExceeds: products above 6 may occur, and saturate.
     template <bool kExceeds, class Inverse>
     __device__ __forceinline__ static Eight encode(const F32::Eight& x, const Inverse& inverse) {
         float v[8];
@@ -90,8 +90,8 @@ struct E2m1 {
         return choose(kMagnitudes, magnitudes<kExceeds>(v), signs);
     }
 
-    /// Codes of magnitudes by the method of `encode_within`. Each of the method's three bounds is halved and added to
-    /// 1.5 · 2^22, whose last place is worth 0.5.
+    /// Returns the codes of magnitudes by the method of `encode_within`. Each of the method's
+    /// three bounds is halved and added to 1.5 · 2^22, whose last mantissa bit is worth 0.5.
     template <bool kExceeds>
     __device__ __forceinline__ static Eight magnitudes(const float (&v)[8]) {
         constexpr float kFar = 0x1.8p22f;
@@ -123,14 +123,14 @@ struct E2m1 {
         return choose(kMagnitudes, magnitudes, signs);
     }
 
-    /// The value of the code in the low four bits.
+    /// Returns the value of the code in the low four bits.
     __device__ __forceinline__ static float decode(u32 code) {
         const float magnitude = __fmul_rn(__uint_as_float((code & 7) << 22), 8.507059173e37f);  // 2^126
         return __uint_as_float(__float_as_uint(magnitude) | (code & 8) << 28);
     }
 
-    /// Eight codes times their block's scale, which is BF16 in both halves of a word. The products
-    /// are exact.
+    /// Returns eight codes times their block's scale, which is
+    /// BF16 in both halves of a word. The products are exact.
     __device__ __forceinline__ static Bf16::Eight widen(Eight codes, u32 scale) {
         constexpr u32 kToNumber = 0x7E807E80, kMinusZero = 0x80008000;  // 2^126; and -0, which keeps the sign of a zero
         Bf16::Eight numbers;
@@ -143,9 +143,9 @@ struct E2m1 {
         return numbers;
     }
 
-    /// Packs each half-word to a nibble: the sign from bit 15 and the code from bits 9 to 11 (the bits between are
-    /// 0). With kExceeds the code is in bits 9 to 12, and the code 8 becomes 7. The words hold elements (0, 2), (4,
-    /// 6), (1, 3), (5, 7).
+    /// Packs each half-word to a nibble: the sign comes from bit 15 and the code from
+    /// bits 9 to 11; the bits between are 0. With kExceeds the code has bits 9 to 12,
+    /// and the code 8 becomes 7. The words hold elements (0, 2), (4, 6), (1, 3), (5, 7).
     template <bool kExceeds>
     __device__ __forceinline__ static u32 pack_halves(const u32 (&half)[4]) {
         u32 even = __byte_perm(half[0], half[1], 0x7531);  // each half-word is S000mmm?; elements 0, 2, 4, 6
@@ -160,7 +160,7 @@ struct E2m1 {
     }
 
 private:
-    /// The bits of `a` under the mask, and the bits of `b` elsewhere.
+    /// Combines two words: the bits of `a` where the mask is 1, and the bits of `b` elsewhere.
     __device__ __forceinline__ static u32 choose(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 };
 

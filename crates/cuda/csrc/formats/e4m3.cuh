@@ -1,5 +1,5 @@
-// FP8 elements: E4M3 (largest 448, NaN, no infinity) and E5M2; blocks of 128, one code per byte. These
-// elements are twins of those in crates/formats/src/element.rs.
+// FP8 elements E4M3 (largest value 448, NaN, no infinity) and E5M2, in blocks of
+// 128, one code per byte. crates/formats/src/element.rs has the CPU implementation.
 #pragma once
 #include "formats/bf16.cuh"
 #include "ptx/packed.cuh"
@@ -17,11 +17,11 @@ struct Fp8 {
 
     __device__ __forceinline__ static Eight zeros() { return {0, 0}; }
 
-    /// Whether any of the codes is not zero.
+    /// Returns whether any of the codes is not zero.
     __device__ __forceinline__ static bool any(Eight codes) { return (codes.x | codes.y) & 0x7F7F7F7F; }
 
-    /// Codes of x * inverse, rounded to nearest even, saturating. `inverse` is one factor for all
-    /// values, or one per value.
+    /// Returns the codes of x * inverse, rounded to nearest even, saturating.
+    /// `inverse` is either one factor for all values, or one factor per value.
     template <class In, class Inverse>
     __device__ __forceinline__ static Eight encode_from(const typename In::Eight& x, const Inverse& inverse) {
         u16 two[4];
@@ -58,13 +58,13 @@ struct E4m3 : Fp8<E4m3> {
     static constexpr int kMantissaBits = 3;
     static constexpr int kEmax = 8;
     static constexpr int kBias = 7;
-    static constexpr float kToCode = 0x1p-120f;  // maps the smallest normal number of the element to that of F32
+    static constexpr float kToCode = 0x1p-120f;  // maps the element's smallest normal number to the smallest normal F32 number
     static constexpr float kMax = 448.0f;
     static constexpr float kLargestToZero = 9.765625e-04f;  // 2^-10, a tie, which rounds to even
 
     __device__ __forceinline__ static u16 pair(float low, float high) { return ptx::e4m3x2_from_f32(low, high); }
 
-    /// The value of a finite code; 480 for a NaN.
+    /// Returns the value of a finite code, or 480 for a NaN.
     __device__ __forceinline__ static float decode(u32 code) {
         const float magnitude = __fmul_rn(__uint_as_float((code & 0x7F) << 20), 1.329227996e36f);  // 2^120
         return __uint_as_float(__float_as_uint(magnitude) | (code & 0x80) << 24);
@@ -82,7 +82,7 @@ struct E5m2 : Fp8<E5m2> {
     __device__ __forceinline__ static u16 pair(float low, float high) { return ptx::e5m2x2_from_f32(low, high); }
 };
 
-/// E4M3 in blocks of 32, as in MXFP8.
+/// E4M3 in blocks of 32; MXFP8 has such blocks.
 struct E4m3By32 : E4m3 {
     static constexpr int kBlock = 32;
 };

@@ -1,5 +1,5 @@
-// Scales of blocks: an E8M0 byte (2^(byte - 127), 0xFF is NaN) or an F32. This file is the twin of
-// crates/formats/src/e8m0.rs.
+// The scale of a block is either an E8M0 byte (2^(byte - 127), 0xFF is
+// NaN) or an F32. The CPU implementation is crates/formats/src/e8m0.rs.
 #pragma once
 #include "ptx/packed.cuh"
 #include "ptx/types.cuh"
@@ -17,19 +17,19 @@ constexpr u32 kInfinityBits = 0x7F800000;
 constexpr u32 kNanBits = 0x7FC00000;
 constexpr u8 kScaleNan = 0xFF;
 
-/// The value of an E8M0 byte: 2^(byte - 127), or NaN for 0xFF.
+/// Returns the value of an E8M0 byte: 2^(byte - 127), or NaN for 0xFF.
 __device__ __forceinline__ float e8m0_decode(u32 byte) {
     const u32 bits = byte == 0 ? 0x00400000 : byte << 23;
     return __uint_as_float(byte == kScaleNan ? kNanBits : bits);
 }
 
-/// The value of an E8M0 byte as BF16, in both halves of a word.
+/// Returns the value of an E8M0 byte as BF16, in both halves of a word.
 __device__ __forceinline__ u32 e8m0_bf16x2(u32 byte) {
     const u32 bits = byte == 0 ? 0x0040 : byte << 7;
     return (byte == kScaleNan ? kNanBits >> 16 : bits) * 0x10001;
 }
 
-/// A block's scale as stored, and the factor for its values before they are encoded (NaN for a NaN scale).
+/// The stored scale of a block, and the factor for the block's values before they are encoded (NaN if the scale is NaN).
 template <class Stored>
 struct BlockScale {
     Stored stored;
@@ -47,11 +47,11 @@ struct ScaleType<kRuleAmax> {
     using Stored = float;
 };
 
-/// Whether scaled values may exceed the largest element under a scale rule; values above the
-/// largest element saturate.
+/// Returns whether scaled values may exceed the largest element
+/// under a scale rule. Values above the largest element saturate.
 __host__ __device__ constexpr bool rule_exceeds(int rule) { return rule == kRuleFloor || rule == kRuleEven; }
 
-/// amax / kMax with IEEE rounding where the quotient is normal. The remainder of a first guess is exact, and corrects the guess.
+/// Returns amax / kMax with IEEE rounding if the quotient is normal. A first guess leaves an exact remainder, which corrects the guess.
 template <class E>
 __device__ __forceinline__ float over_max(float amax) {
     constexpr float kReciprocal = 1.0f / E::kMax;
@@ -59,9 +59,9 @@ __device__ __forceinline__ float over_max(float amax) {
     return __fmaf_rn(__fmaf_rn(-E::kMax, guess, amax), kReciprocal, guess);
 }
 
-/// 1 / x with IEEE rounding for x from 2^-126 to 2^125. One Newton step rounds 1 / x correctly, except where 1 / x
-/// is just above the midpoint of two floats. 1 / x is just above such a midpoint only if the mantissa of x is all
-/// ones.
+/// Returns 1 / x with IEEE rounding, for x from 2^-126 to 2^125. One Newton
+/// step rounds 1 / x correctly, except where 1 / x is slightly above the
+/// midpoint of two floats. This happens only if the mantissa of x is all ones.
 __device__ __forceinline__ float reciprocal(float x) {
     const float approx = ptx::reciprocal_approx(x);
     const float nearest = __fmaf_rn(__fmaf_rn(-x, approx, 1.0f), approx, approx);
@@ -69,8 +69,8 @@ __device__ __forceinline__ float reciprocal(float x) {
     return (bits & 0x7FFFFF) == 0x7FFFFF ? __uint_as_float((253u << 23) - (bits & 0x7F800000) + 1) : nearest;
 }
 
-/// A rule for power-of-two scales: `up` is added to the bits of the largest magnitude, and the carry into the exponent
-/// rounds the scale according to the rule. If the bits are `nan_from` or more, the scale is NaN.
+/// A rule for power-of-two scales: `up` is added to the bits of the largest magnitude, and the carry
+/// into the exponent rounds the scale by the rule. If the bits are `nan_from` or more, the scale is NaN.
 struct PowerRule {
     u32 up;
     u32 nan_from;
@@ -85,18 +85,18 @@ struct PowerRule {
     }
 };
 
-/// The power-of-two scale of a block of elements E, from the F32 bits of the block's largest
-/// magnitude.
+/// Returns the power-of-two scale of a block of elements E,
+/// from the F32 bits of the block's largest magnitude.
 template <class E>
 __device__ __forceinline__ BlockScale<u8> power_scale(u32 amax_bits, PowerRule rule) {
     const bool nan = amax_bits >= rule.nan_from;
-    // The exponent is at most 255, so only a lower clamp is needed, and 254 - byte is the exponent of a normal
-    // number.
+    // The exponent is at most 255, so only a lower clamp is
+    // needed, and 254 - byte is the exponent of a normal number.
     const u32 byte = max(int((amax_bits + rule.up) >> 23) - E::kEmax, 0);
     return {u8(nan ? kScaleNan : byte), __uint_as_float(nan ? kNanBits : (254 - byte) << 23)};
 }
 
-/// The F32 scale of a block, from the F32 bits of the block's largest magnitude.
+/// Returns the F32 scale of a block, from the F32 bits of the block's largest magnitude.
 template <class E>
 __device__ __forceinline__ BlockScale<float> amax_scale(u32 amax_bits) {
     const bool nan = amax_bits >= kInfinityBits;
@@ -105,11 +105,11 @@ __device__ __forceinline__ BlockScale<float> amax_scale(u32 amax_bits) {
     return {stored, nan ? __uint_as_float(kNanBits) : reciprocal(scale)};
 }
 
-/// The stored type of a scale.
+/// The type in which a scale is stored.
 template <bool kF32>
 using ScaleOf = typename ScaleType<kF32 ? kRuleAmax : kRuleRceil>::Stored;
 
-/// The F32 scale, or a power-of-two scale by a rule known only at run time.
+/// The scale is F32, or follows a power-of-two rule that is known only at run time.
 template <class E, bool kF32>
 __device__ __forceinline__ BlockScale<ScaleOf<kF32>> scale_of(u32 amax_bits, PowerRule rule) {
     if constexpr (kF32) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ BlockScale<ScaleOf<kF32>> scale_of(u32 amax_bits, Pow
     }
 }
 
-/// The scale by a rule known at compile time.
+/// The scale follows a rule that is known at compile time.
 template <class E, int kRule>
 __device__ __forceinline__ BlockScale<typename ScaleType<kRule>::Stored> block_scale(u32 amax_bits) {
     if constexpr (kRule == kRuleAmax) {

@@ -7,7 +7,7 @@
 
 namespace nib {
 
-/// Loads eight adjacent values from index `at` on, as F32; values from the `left`-th on are zeros.
+/// Loads eight adjacent values from index `at` on, as F32; from the `left`-th on, values are zeros.
 __device__ __forceinline__ F32::Eight load_f32_or_bf16(const u8* from, bool is_bf16, u64 at, int left) {
     const bool whole = left >= 8 && at % 8 == 0;
     if (!is_bf16) return whole ? F32::load<true>(from + at * 4, 8) : F32::load<false>(from + at * 4, left);
@@ -18,7 +18,7 @@ __device__ __forceinline__ F32::Eight load_f32_or_bf16(const u8* from, bool is_b
     return wide;
 }
 
-/// Eight values rounded to BF16, to nearest even.
+/// Rounds eight values to BF16, to nearest even.
 __device__ __forceinline__ uint4 to_bf16(const F32::Eight& x) {
     return {ptx::pack_bf16(x.number[0], x.number[1]), ptx::pack_bf16(x.number[2], x.number[3]),
             ptx::pack_bf16(x.number[4], x.number[5]), ptx::pack_bf16(x.number[6], x.number[7])};

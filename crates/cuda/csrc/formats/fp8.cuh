@@ -1,12 +1,12 @@
-// FP8 with one scale per block of 128, per row or column, or per tensor. The code for scales per
-// row, per column and per tensor is the twin of crates/formats/src/fp8.rs.
+// FP8 with one scale per block of 128, per row, per column, or per tensor. The CPU
+// implementation of scales per row, per column and per tensor is crates/formats/src/fp8.rs.
 #pragma once
 #include "formats/block_format.cuh"
 
 namespace nib {
 
-/// Blocks of 128 or of 128 x 128 values, whose scale is F32 or a power of two. `Whole` and `E` are the same
-/// element, as defined in small_elements.cuh and in e4m3.cuh.
+/// Blocks of 128 or of 128 x 128 values, whose scale is F32 or a power of two. `Whole` and `E`
+/// are two implementations of the same element, from small_elements.cuh and from e4m3.cuh.
 template <class Whole, class E, bool kF32>
 struct Fp8Block : OneFactor<Whole> {
     static constexpr int kBlock = 128, kPart = 128, kScaleBytes = kF32 ? 4 : 1;
@@ -33,7 +33,7 @@ NIB_UNIT_FORMAT(E4m3, AnyOther, E4m3BlockPower)
 NIB_UNIT_FORMAT(E5m2, Amax, E5m2Block)
 NIB_UNIT_FORMAT(E5m2, AnyOther, E5m2BlockPower)
 
-/// One scale per row or column: F32, or a power of two.
+/// One scale per row or per column, which is F32 or a power of two.
 template <class E, bool kF32>
 struct Fp8Line : OneFactor<E> {
     static constexpr int kBlock = 64, kPart = 64, kScaleBytes = kF32 ? 4 : 1;
@@ -59,8 +59,8 @@ NIB_UNIT_FORMAT(E4m3Row, AnyOther, E4m3LinePower, NearestEven)
 NIB_UNIT_FORMAT(E5m2Row, Amax, E5m2Line, NearestEven)
 NIB_UNIT_FORMAT(E5m2Row, AnyOther, E5m2LinePower, NearestEven)
 
-/// One scale per tensor. Blocks of 128 exist only to count non-zero and non-finite blocks; they
-/// store no scale.
+/// One scale per tensor. Blocks of 128 values store no scale; they
+/// exist only so that non-zero and non-finite blocks can be counted.
 template <class E>
 struct Fp8Tensor : OneFactor<E> {
     static constexpr int kBlock = 128, kPart = 128, kScaleBytes = 0;

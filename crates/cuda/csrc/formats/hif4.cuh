@@ -1,6 +1,6 @@
-// HiFloat4: signed multiples of 1/4 in blocks of 64 with an E6M2 scale. Each eighth of the block (8 values) may
-// double the scale, and each sixteenth (4 values, a part) may double it once more. This file is the twin of
-// crates/formats/src/hif4.rs. kCann selects Ascend's convention.
+// HiFloat4: signed multiples of 1/4 in blocks of 64 with an E6M2 scale. Each eighth of the block
+// (8 values) may double the scale, and each sixteenth (4 values, called a part) may double it once
+// more. The CPU implementation is crates/formats/src/hif4.rs. kCann selects Ascend's convention.
 #pragma once
 #include "formats/block_format.cuh"
 #include "ptx/types.cuh"
@@ -20,28 +20,28 @@ struct Hif4 {
         constexpr float kSeventh = 73.0f / 512.0f;  // 1/7 rounded to BF16
         constexpr u32 kLeast = 0x27800000, kMost = 0x47400000, kAboveMost = 0x47500000;  // 2^-48, 1.5 · 2^15 and 1.625 · 2^15
         const float largest = kCann ? bf16_rounded(__uint_as_float(amax)) : __uint_as_float(amax);
-        // The product is rounded to odd: truncated, with the last bit set if it was inexact. Rounding a result
-        // that was rounded to odd gives the same as rounding the exact product.
+        // The product is rounded to odd, which means truncated, with the last bit set if the product
+        // is inexact. Rounding such a result further gives the same as rounding the exact product.
         const float cut = __fmul_rz(largest, kSeventh);
         const u32 to_odd = __float_as_uint(cut) | u32(__fmaf_rz(largest, kSeventh, -cut) != 0.0f);
         u32 wanted = __float_as_uint(bf16_rounded(__uint_as_float(to_odd)));
-        // If the value is at least half a step above the largest scale, the scale is NaN.
+        // If the value is at least half a step above the largest scale, the scale becomes NaN.
         if (kCann && !(wanted >= kLeast && wanted < kAboveMost)) return Scaled::nan(kNan);
         if (!kCann) wanted = min(max(wanted, kLeast), kMost);
-        // Rounds `wanted` to two bits of mantissa.
+        // Rounds `wanted` to two mantissa bits.
         const u32 record = (wanted + 0x000FFFFF + (wanted >> 21 & 1) >> 21) - ((127 - 48) << 2);
         return {record, bf16_rounded(ptx::reciprocal_approx(e6m2(record)))};
     }
 
-    /// The doublings of kCount parts from `first` on, at their positions in a record, and the factors for the parts'
-    /// values.
+    /// Returns the doublings of kCount parts from `first` on, as bits at their
+    /// positions in a record; also computes the factors for the values of these parts.
     template <int kCount>
     __device__ __forceinline__ static u32 refine(float inverse, const u32 (&amax)[kCount], int first, float (&factor)[kCount], float high = 4.0f,
                                                  float low = 2.0f) {
         u32 octaves = 0;
 #pragma unroll
         for (int i = 0; i < kCount; i += 2) {
-            // A truncated product reaches a threshold exactly where the exact product does.
+            // A truncated product reaches a threshold if and only if the exact product does.
             const float a = __fmul_rz(__uint_as_float(amax[i]), inverse), b = __fmul_rz(__uint_as_float(amax[i + 1]), inverse);
             const bool doubled = fmaxf(a, b) >= high;
             const float bound = doubled ? high : low, all = doubled ? __fmul_rn(inverse, 0.5f) : inverse;
@@ -52,14 +52,14 @@ struct Hif4 {
         return octaves;
     }
 
-    /// `refine` for four parts of a row or column of a 2-D block. `amax`: the largest magnitudes of the four 4 x 4 blocks;
-    /// `eighth`: the largest magnitudes of the two 8 x 8 blocks.
+    /// `refine` for four parts of a row or column of a 2-D block. `amax` has the largest
+    /// magnitudes of the four 4 x 4 blocks, and `eighth` those of the two 8 x 8 blocks.
     __device__ __forceinline__ static u32 refine_in_square(float inverse, const u32 (&amax)[4], const u32 (&eighth)[2], int first, float (&factor)[4],
                                                            float high = 4.0f, float low = 2.0f) {
         u32 octaves = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            // Truncated products, as in `refine`.
+            // The products are truncated, because a truncated product reaches a threshold if and only if the exact product does.
             const bool doubled = __fmul_rz(__uint_as_float(eighth[i / 2]), inverse) >= high;
             const bool again = __fmul_rz(__uint_as_float(amax[i]), inverse) >= (doubled ? high : low);
             const float all = doubled ? __fmul_rn(inverse, 0.5f) : inverse;
@@ -78,17 +78,17 @@ struct Hif4 {
         return !kCann && (kRound == kNearestEven || kRound == kNearestAway);
     }
 
-    /// `refine` for eight parts of each of two blocks, or of each half of one block: one block or half in the low
-    /// halves of the words, the other in the high halves. Takes BF16 magnitudes and returns four times the factors;
-    /// `octaves_of_half` extracts the doublings.
+    /// `refine` for eight parts of each of two blocks, or of each half of one block. The low
+    /// halves of the words belong to one block or half, the high halves to the other. Takes BF16
+    /// magnitudes and returns four times the factors; `octaves_of_half` extracts the doublings.
     __device__ __forceinline__ static u32 refine_pairs(u32 inverse, const u32 (&amax)[8], u32 (&factor)[8]) {
         constexpr u32 kOnes = 0x00010001, kMinusExponent = 0xFFFFFF80, kMinusFour = 0xC080C080, kMinusTwo = 0xC000C000;
         const u32 four_times = inverse + 0x01000100;
         u32 of_eighths = 0, of_parts = 0;
 #pragma unroll
         for (int i = 6; i >= 0; i -= 2) {
-            // Only the signs of the differences are used, and rounding preserves signs. A sign is set if the product
-            // is below four, or below two.
+            // Only the signs of the differences are used, and rounding preserves
+            // signs. A sign is set if the product is below four, or below two.
             const u32 a4 = ptx::fma_bf16x2(amax[i], inverse, kMinusFour), b4 = ptx::fma_bf16x2(amax[i + 1], inverse, kMinusFour);
             const u32 a2 = ptx::fma_bf16x2(amax[i], inverse, kMinusTwo), b2 = ptx::fma_bf16x2(amax[i + 1], inverse, kMinusTwo);
             const u32 below = a4 & b4;
@@ -104,13 +104,13 @@ struct Hif4 {
         return ptx::mul_add(of_parts, 256, of_eighths * 16);
     }
 
-    /// The doublings of half a block as record bits, from the low half of a word that `refine_pairs`
-    /// returned.
+    /// Returns the doublings of half a block as record bits,
+    /// from the low half of a word that `refine_pairs` returned.
     __device__ __forceinline__ static u32 octaves_of_half(u32 octaves, int half) {
         return (octaves & 0xF0) << (4 + 4 * half) | (octaves & 0xFF00) << (8 + 8 * half);
     }
 
-    /// How often a part doubles the block's scale: 0 to 2 times.
+    /// Returns how often a part doubles the block's scale: 0 to 2 times.
     __device__ __forceinline__ static u32 octaves(u32 record, int part) { return (record >> (8 + part / 2) & 1) + (record >> (16 + part) & 1); }
 
     __device__ __forceinline__ static float multiplier(u32 record, int part) {
@@ -142,19 +142,19 @@ struct Hif4 {
     }
 
 private:
-    /// The value of an E6M2 byte, the lowest byte of a record.
+    /// Returns the value of an E6M2 byte, the lowest byte of a record.
     __device__ __forceinline__ static float e6m2(u32 record) {
         return __uint_as_float(((record >> 2 & 0x3F) + 127 - 48) << 23 | (record & 3) << 21);
     }
 
-    /// x rounded to BF16, ties to even; x is not NaN.
+    /// Rounds x to BF16, ties to even; x is not NaN.
     __device__ __forceinline__ static float bf16_rounded(float x) {
         const u32 bits = __float_as_uint(x);
         return __uint_as_float((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000);
     }
 
-    /// x rounded to odd: truncated to F32, with the last bit set if x was inexact. Rounding a result that was
-    /// rounded to odd gives the same as rounding x itself.
+    /// Rounds x to odd: truncates x to F32, and sets the last bit if x was
+    /// inexact. Rounding the result further gives the same as rounding x itself.
     __device__ __forceinline__ static float to_odd(double x) {
         const float cut = __double2float_rz(x);
         return double(cut) == x ? cut : __uint_as_float(__float_as_uint(cut) | 1);

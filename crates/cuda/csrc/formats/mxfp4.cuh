@@ -1,4 +1,4 @@
-// MXFP4 for the kernels of all formats. Kernels for MXFP4 alone use E2m1 (e2m1.cuh).
+// MXFP4 for the kernels that support all formats. Kernels for MXFP4 alone use E2m1 (e2m1.cuh).
 #pragma once
 #include "formats/block_format.cuh"
 
@@ -6,7 +6,7 @@ namespace nib {
 
 struct Mxfp4 : MxFormat<SixteenE2m1> {};
 
-// Quantizing a weight both as it is and transposed has no specialized kernel.
+// No specialized kernel quantizes both a weight and its transpose.
 NIB_UNIT_FORMAT(Mxfp4, AnyOther, Mxfp4, NearestEven)
 
 }  // namespace nib

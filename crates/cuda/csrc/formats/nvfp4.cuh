@@ -1,5 +1,5 @@
-// NVFP4: E2M1 in blocks of 16 with an E4M3 scale. There may also be an F32 scale per tensor, or a power-of-two scale per 128 values. This
-// file is the twin of crates/formats/src/nvfp4.rs.
+// NVFP4: E2M1 in blocks of 16 with an E4M3 scale. There may also be an F32 scale per tensor, or
+// a power-of-two scale per 128 values. The CPU implementation is crates/formats/src/nvfp4.rs.
 #pragma once
 #include "formats/block_format.cuh"
 #include "formats/pair_code.cuh"
@@ -12,13 +12,13 @@ struct Nvfp4Codes : OneFactor<SixteenE2m1> {
     static constexpr bool kTiles = true, kCandidates = true;
     static constexpr u32 kNan = 0x7F;
 
-    /// The value of a block's scale byte, NaN included.
+    /// Returns the value of a block's scale byte, which may be NaN.
     __device__ __forceinline__ static float multiplier(u32 record, int) {
         return (record & 0x7F) == kNan ? __uint_as_float(kNanBits) : E4m3::decode(record);
     }
 
-    /// The rounding error of sixteen values under a scale, in a unit that `six` makes the same for both candidate scales.
-    /// Rounding errors are integers, so their sum does not depend on the order.
+    /// Returns the rounding error of sixteen values under a scale. `six` selects the unit so that both candidate
+    /// scales have the same unit. Rounding errors are integers, so their sum does not depend on the order.
     __device__ __forceinline__ static u32 lost(const float (&x)[16], const Scaled& scale, const Scaled& six, TensorInverse tensor, bool squared) {
         const float of_code = E4m3::decode(scale.record);
         const u32 exponent = __float_as_uint(fmaxf(E4m3::decode(six.record), 0x1p-9f)) >> 23;
@@ -34,15 +34,15 @@ struct Nvfp4Codes : OneFactor<SixteenE2m1> {
         return sum;
     }
 
-    /// The E2M1 value nearest to a magnitude, ties to the even code: the last place of `far` is worth the step between
-    /// codes.
+    /// Returns the E2M1 value nearest to a magnitude, with ties to the even
+    /// code. The last mantissa bit of `far` is worth the step between codes.
     __device__ __forceinline__ static float nearest_code(float x) {
         const float far = x < 2.0f ? 0x1p22f : x < 4.0f ? 0x1p23f : 0x1p24f;
         return __fsub_rn(__fadd_rn(fminf(x, 6.0f), far), far);
     }
 
-    /// Because a scale byte is rounded, a quotient may exceed the largest code; so kWithin is
-    /// never true.
+    /// Because a scale byte is rounded, a quotient may
+    /// exceed the largest code, so kWithin is never true.
     template <int kRound, bool kWithin, int kFactors, class Decide>
     __device__ __forceinline__ static bool encode(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[2], const Decide& decision) {
         return OneFactor<SixteenE2m1>::encode<kRound, false>(x, factor, words, decision);
@@ -61,14 +61,14 @@ struct Nvfp4 : Nvfp4Codes {
         const float wanted = __fmul_rn(__uint_as_float(amax), __fmul_rn(tensor.inverse, kFour ? 0.25f : sixth));
         const u32 byte = ptx::e4m3x2_from_f32(wanted, 0.0f) & 0xFF;
         if (byte == kNan) return Scaled::nan(byte);
-        // Under a scale of zero all non-zero values get the largest code, which decodes to zero.
+        // If the scale is zero, all non-zero values get the largest code, which decodes to zero.
         const float value = __fmul_rn(E4m3::decode(byte), tensor.unit);
         if (value >= 0x1p-126f && value <= 0x1p125f) return {byte, reciprocal(value)};
         return {byte, fminf(__frcp_rn(value), 0x1.fffffep127f)};
     }
 
-    /// The scale times Σ v² / Σ v · code(v), which compensates rounding errors. The result is rounded up iff the sixteen random bits
-    /// `r` are below its fraction.
+    /// Returns the scale times Σ v² / Σ v · code(v), which compensates rounding errors. The
+    /// result is rounded up if and only if the sixteen random bits `r` are below its fraction.
     __device__ __forceinline__ static u32 corrected(const float (&x)[16], const Scaled& scale, u32 r) {
         if (scale.record == 0) return 0;
         float square[16], product[16];
@@ -88,17 +88,17 @@ struct Nvfp4 : Nvfp4Codes {
         }
         const float factor = product[0] > 0.0f ? __fdiv_rn(square[0], product[0]) : 1.0f;
         const float wanted = fminf(__fmul_rn(E4m3::decode(scale.record), factor), E4m3::kMax);
-        // As in Stochastic of formats/rounding.cuh, the complement of `r` carries into the code iff
-        // `r` is less than the fraction.
+        // The complement of `r` carries into the code if and only if `r` is less than
+        // the fraction. Stochastic in formats/rounding.cuh uses the same method.
         return (__float_as_uint(__fmul_rz(wanted, E4m3::kToCode)) + ((~r & 0xFFFF) << (7 - E4m3::kMantissaBits))) >> (23 - E4m3::kMantissaBits);
     }
 };
 
 /// NVFP4 without a scale per tensor.
 struct Nvfp4Block : Nvfp4Codes {
-    /// amax / 6, correctly rounded. The product with the F32 number nearest to 1/6 is the rounded quotient or an
-    /// adjacent number; the exact remainder decides which (Markstein, 1990). If a magnitude is so small that the
-    /// remainder is rounded, the scale byte is zero either way.
+    /// Returns amax / 6, correctly rounded. The product with the F32 number nearest to 1/6 is the rounded
+    /// quotient or an adjacent number, and the exact remainder decides between them (Markstein, 1990). If
+    /// a magnitude is so small that the remainder is rounded, the scale byte is zero in both cases.
     __device__ __forceinline__ static float sixth(float amax) {
         constexpr float kSixth = 1.0f / 6.0f;
         const float near = __fmul_rn(amax, kSixth);
@@ -120,16 +120,16 @@ struct Nvfp4Block : Nvfp4Codes {
         return kRound == kNearestEven;
     }
 
-    /// The scale bytes of two blocks, from BF16 magnitudes in the halves of a word; infinity gives the largest scale.
-    /// Multiplying by 1/6 gives the same bytes as dividing by 6. A sixth of a BF16 number is a tie between two scales
-    /// or far from a tie, and a product that should be a tie is exact.
+    /// Returns the scale bytes of two blocks, from BF16 magnitudes in the halves of a word; infinity gives the
+    /// largest scale. Multiplying by 1/6 gives the same bytes as dividing by 6, because a sixth of a BF16 number
+    /// is either a tie between two scales or far from a tie, and a product that should be a tie is exact.
     __device__ __forceinline__ static u32 bytes_of(u32 amax) {
         constexpr float kSixth = 1.0f / 6.0f;
         return ptx::e4m3x2_from_f32(__fmul_rn(__uint_as_float(amax << 16), kSixth), __fmul_rn(__uint_as_float(amax & 0xFFFF0000), kSixth));
     }
 
-    /// The parameters that convert BF16 magnitudes under a scale byte to the codes of x · inverse, which is an F32
-    /// product in the specification.
+    /// The parameters that convert BF16 magnitudes under a scale byte to the
+    /// codes of x · inverse. In the specification, x · inverse is an F32 product.
     ///
     /// F16 has too few bits for x / scale, but enough to tell on which side of a threshold between codes the quotient
     /// lies. Thresholds and scales have mantissas of three bits. So a BF16 number x and a threshold times the scale are
@@ -157,8 +157,8 @@ struct Nvfp4In128 : Nvfp4Codes {
     static constexpr int kBlock = 128, kScaleBytes = 8, kPartBits = 7;
     static constexpr bool kTiles = false, kCandidates = false;
 
-    /// The smallest power of two that is at least amax / (6 · 448): the carry into the exponent
-    /// rounds up.
+    /// Returns the smallest power of two that is at least amax / (6
+    /// · 448). The carry into the exponent rounds the result up.
     __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse) {
         constexpr u32 kUp = 0x007FFFFF - 0x00280000;  // 6 · 448 is 1.3125 · 2^11
         if (amax >= kInfinityBits) return Scaled::nan(kScaleNan);
@@ -166,10 +166,10 @@ struct Nvfp4In128 : Nvfp4Codes {
         return {byte, __uint_as_float((254 - byte) << 23)};
     }
 
-    /// The scale of part `part`, at the part's position in a record.
+    /// Returns the scale of part `part`, at the part's bit position in a record.
     __device__ __forceinline__ static u64 refine(float inverse, const u32 (&amax)[1], int part, float (&factor)[1]) {
-        // `inverse` is a power of two, and so is `unit`. For a block of zeros the result is not used, and for a block with a NaN
-        // the record has no further bits.
+        // `inverse` and `unit` are powers of two. For a block of zeros the result
+        // is not used. For a block with a NaN, the record has no further bits.
         const float unit = __uint_as_float(0x7F000000 - __float_as_uint(inverse));
         const Scaled scale = Nvfp4::scale(amax[0], {}, {inverse, unit});
         factor[0] = scale.inverse;

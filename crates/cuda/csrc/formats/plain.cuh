@@ -30,8 +30,8 @@ struct Few {
         }
     }
 
-    /// Loads values by an ordinary load, for memory that this kernel also writes, or may read only after
-    /// `ptx::grid_wait`.
+    /// Loads values by an ordinary load. This is needed for memory that this
+    /// kernel also writes, or that it may read only after `ptx::grid_wait`.
     __device__ __forceinline__ static Few load_written(const void* from) {
         if constexpr (kBytes == 16) {
             const uint4 v = *static_cast<const uint4*>(from);
@@ -57,7 +57,7 @@ struct Few {
             *static_cast<u16*>(to) = u16(word[0]);
     }
 
-    /// Value i as F32, exactly.
+    /// Returns value i as F32, exactly.
     __device__ __forceinline__ float value(int i) const {
         if constexpr (T::kBytes == 4) return __uint_as_float(word[i]);
         return __uint_as_float(i % 2 ? word[i / 2] & 0xFFFF0000 : word[i / 2] << 16);
@@ -86,7 +86,7 @@ struct Few {
     }
 };
 
-/// a + b, rounded once.
+/// Returns a + b, rounded once.
 template <typename T, int kCount>
 __device__ __forceinline__ Few<T, kCount> add_few(const Few<T, kCount>& a, const Few<T, kCount>& b) {
     float sum[kCount];
@@ -95,7 +95,7 @@ __device__ __forceinline__ Few<T, kCount> add_few(const Few<T, kCount>& a, const
     return Few<T, kCount>::from_f32(sum);
 }
 
-/// Eight values rounded to nearest even, as they are stored in memory.
+/// Eight values that are rounded to nearest even, in the type in which they are stored in memory.
 template <typename T>
 __device__ __forceinline__ typename T::Eight rounded_eight(const float (&x)[8]) {
     typename T::Eight eight;
@@ -109,7 +109,7 @@ __device__ __forceinline__ typename T::Eight rounded_eight(const float (&x)[8]) 
     return eight;
 }
 
-/// a + b of eight adjacent values, not yet rounded to the type of `a`.
+/// Returns a + b of eight adjacent values, not yet rounded to the type of `a`.
 template <typename T>
 __device__ __forceinline__ void add_eight(float (&sum)[8], const typename T::Eight& a, const typename T::Eight& b) {
 #pragma unroll

@@ -1,6 +1,6 @@
-// How a value between two codes is rounded. The structs are bit-exact twins of `Rounding` and `Element::encode_rounded` in
-// crates/formats. A kernel takes the policy as a template argument (`RoundingArg::policy` in src/launch/args.rs names it) and a
-// `RoundingArg` by value:
+// Rounding modes: each struct says how a value between two codes is rounded. The structs give the same
+// bits as `Rounding` and `Element::encode_rounded` in crates/formats. A kernel takes the rounding mode as
+// a template argument (`RoundingArg::policy` in src/launch/args.rs names it) and a `RoundingArg` by value:
 //
 //   template <class In, class E, int kRule, bool kAligned, class Round> __global__ void kernel(..., RoundingArg rounding) {
 //       const Round round(rounding);
@@ -37,15 +37,15 @@ namespace nib {
 struct RoundingArg {
     Stream stream;
     u32 delta_q16;       // the half width of dither, times 2^16
-    const u32* step_at;  // the step of the random bits; null: the stream's own step
-    u64 first;           // number of the first element; a multiple of the row length
+    const u32* step_at;  // the step that selects the random bits; null: the stream's own step
+    u64 first;           // index of the first element; a multiple of the row length
 
-    /// The step of the random bits. A kernel reads the step once, at its start.
+    /// The step that selects the random bits. A kernel reads the step once, at its start.
     __device__ __forceinline__ u32 step() const { return step_at == nullptr ? stream.step : __ldg(step_at); }
 };
 
-/// x · inverse, saturated if the scale rule allows products above the largest element. Rounded F32 scales also
-/// allow products above the largest element.
+/// Returns x · inverse, saturated if the scale rule allows products above the
+/// largest element. F32 scales allow such products too, because they are rounded.
 template <class E, int kRule>
 __device__ __forceinline__ float scaled(float x, float inverse) {
     const float y = __fmul_rn(x, inverse);
@@ -53,15 +53,15 @@ __device__ __forceinline__ float scaled(float x, float inverse) {
     return ptx::clamp_magnitude(y, E::kMax);
 }
 
-/// The bits of a scaled value: the code from bit 23 - kMantissaBits up, the fraction below, and the
-/// sign.
+/// The bits of a scaled value: the code has bits 23 - kMantissaBits and
+/// up, the fraction has the bits below, and the sign follows separately.
 template <class E>
 __device__ __forceinline__ u32 code_and_fraction(float y) {
     return __float_as_uint(__fmul_rz(y, E::kToCode));
 }
 
-/// If `wanted` (which is rare), multiplies the values of a block by `factor`, a power of two, and saturates
-/// them. Resulting zeros keep their sign.
+/// If `wanted` is true, which is rare, multiplies the values of a block by `factor`,
+/// a power of two, and saturates the products. Zeros that result keep their sign.
 template <class E, int kCount>
 __device__ __forceinline__ void clamp_block(F32::Eight (&x)[kCount], float factor, bool wanted) {
     if (!wanted) return;
@@ -94,7 +94,7 @@ struct NearestEven {
         return E::template encode<rule_exceeds(kRule)>(x, inverse);
     }
 
-    /// `encode` in two steps, as in Stochastic.
+    /// Does the work of `encode` in two steps. Stochastic has the same two functions.
     struct Draws {
         __device__ __forceinline__ Bits bits(u32) const { return {}; }
     };
@@ -110,14 +110,14 @@ struct NearestEven {
         return E::template encode<false>(x, factor);
     }
 
-    /// Whether a value of this magnitude gets a non-zero code.
+    /// Returns whether a value of this magnitude gets a non-zero code.
     template <class E>
     __device__ __forceinline__ static bool reaches(float magnitude) {
         return magnitude > E::kLargestToZero;
     }
 };
 
-/// Rounding to the nearest code, ties away from zero.
+/// Rounds to the nearest code, with ties away from zero.
 struct NearestAway {
     static constexpr bool kDraws = false;
     struct Bits {};
@@ -146,8 +146,8 @@ struct NearestAway {
     }
 };
 
-/// Stochastic rounding: a magnitude is rounded up iff its sixteen random bits are less than the first
-/// sixteen bits of the fraction.
+/// Stochastic rounding: a magnitude is rounded up if and only if its sixteen
+/// random bits are less than the first sixteen bits of the fraction.
 struct Stochastic {
     static constexpr bool kDraws = true;
     using Bits = RandomBits;
@@ -164,11 +164,11 @@ struct Stochastic {
 
     template <class E, int kRule, class In, class Inverse>
     __device__ __forceinline__ typename E::Eight encode(const typename In::Eight& x, const Inverse& inverse, const Bits& bits) const {
-        constexpr int kBelow = 7 - E::kMantissaBits;  // bits of the fraction that do not decide
+        constexpr int kBelow = 7 - E::kMantissaBits;  // number of fraction bits that do not decide the rounding
         u32 of[8];
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
-            // The sum of fraction and 2^16 - 1 - r carries into the code iff r < fraction.
+            // The sum of the fraction and 2^16 - 1 - r carries into the code if and only if r < fraction.
             const u32 even = ~bits.word[i / 2] & 0xFFFF, odd = ~bits.word[i / 2] & 0xFFFF0000;
             const u32 low = code_and_fraction<E>(scaled<E, kRule>(In::value(x, i), inverse_of(inverse, i)));
             const u32 high = code_and_fraction<E>(scaled<E, kRule>(In::value(x, i + 1), inverse_of(inverse, i + 1)));
@@ -178,14 +178,14 @@ struct Stochastic {
         return E::pack(of);
     }
 
-    /// `encode` in two steps, for power-of-two scales. `prepare` takes a whole block, whose largest magnitude is
-    /// `largest`. `prepare` may change the values, and returns the factor for the second step. `encode_prepared`
-    /// takes its random bits from `draws(e)`: these bits are already complemented, see Stream.
+    /// Does the work of `encode` in two steps, for power-of-two scales. `prepare` takes a whole block, whose
+    /// largest magnitude is `largest`. It may change the values, and returns the factor for the second step.
+    /// `encode_prepared` gets its random bits from `draws(e)`; these bits are already complemented (see Stream).
     __device__ __forceinline__ Stream::Complements draws(u64 e) const { return stream.complements(first + e); }
     template <class E, class Eight, int kCount>
     __device__ __forceinline__ static float prepare(Eight (&x)[kCount], float largest, float factor) {
-        // A factor below 2^-23 could underflow when multiplied by kToCode, so such a block is scaled
-        // beforehand.
+        // A factor below 2^-23 could underflow when it is multiplied by
+        // kToCode, so the values of such a block are scaled beforehand.
         const bool apart = __fmul_rn(largest, factor) > E::kMax || factor < 0x1p-23f;
         clamp_block<E>(x, factor, apart);
         return apart ? E::kToCode : __fmul_rn(factor, E::kToCode);
@@ -205,9 +205,9 @@ struct Stochastic {
 
 /// Rounds x + d to nearest even, where d is uniform in (-delta, delta) code steps.
 ///
-/// A magnitude is rounded up iff fraction + d exceeds one half. The fraction's upper bits decide the rounding unless they
-/// equal the upper bits of 1/2 - d, which happens about once in a million values. Then all eight values are encoded again
-/// with 32 bits of the fraction and a sticky bit.
+/// A magnitude is rounded up if and only if fraction + d exceeds one half. The fraction's upper bits
+/// decide the rounding unless they equal the upper bits of 1/2 - d, which happens about once in a million
+/// values. Then all eight values are encoded again with 32 bits of the fraction and a sticky bit.
 struct Dither {
     static constexpr bool kDraws = true;
     using Bits = RandomBits;
@@ -231,8 +231,8 @@ struct Dither {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const float y = scaled<E, kRule>(In::value(x, i), inverse_of(inverse, i));
-            // The sum carries into the code iff the fraction is larger; if the fraction is equal,
-            // all bits below the code are ones.
+            // The sum carries into the code if and only if the fraction is
+            // larger. If the fraction is equal, all bits below the code are ones.
             of[i] = code_and_fraction<E>(y) + (kFraction - (half_less_d(bits.of(i)) >> (32 - kFractionBits)));
             undecided = max(undecided, of[i] | ~kFraction);
         }
@@ -247,11 +247,11 @@ struct Dither {
     }
 
 private:
-    /// 1/2 - d in units of 2^-32; the result is between 2^15 and 2^32 - 2^15.
+    /// Returns 1/2 - d in units of 2^-32; the result is between 2^15 and 2^32 - 2^15.
     __device__ __forceinline__ u32 half_less_d(u32 r) const { return 0x80000000u + 65535u * delta_q16 - 2 * delta_q16 * r; }
 
-    /// The code of a magnitude that is at most the largest element. The magnitude is rounded up if its fraction exceeds
-    /// `half_less_d`; ties go to the even code.
+    /// Returns the code of a magnitude that is at most the largest element. The magnitude
+    /// is rounded up if its fraction exceeds `half_less_d`; ties go to the even code.
     template <class E>
     __device__ __noinline__ static u32 exact_code(float magnitude, u32 half_less_d) {
         constexpr u32 kMinExponent = 128 - E::kBias;  // exponent of the smallest normal element

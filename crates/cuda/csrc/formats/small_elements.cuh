@@ -2,7 +2,7 @@
 // dequantize_units. The structs are twins of crates/formats/src/element.rs. Each struct has its constants and
 //   nearest_even   encodes sixteen products x · factor, packed as they are stored; returns whether any code is non-zero
 //   decode         decodes sixteen packed codes
-// `spec_code` below implements every rounding mode for one value, as in crates/formats/src/element.rs.
+// `spec_code` below implements every rounding mode for one value; crates/formats/src/element.rs has the CPU implementation.
 //
 // Hopper has instructions for E4M3 and E5M2. A narrower element with as many mantissa bits has the same codes, once its
 // values are scaled so that the smallest normal numbers coincide. E2M3 is the lower part of E4M3; E3M2 and S1P2
@@ -20,17 +20,17 @@ constexpr int kNearestEven = 0;
 constexpr int kNearestAway = 1;
 constexpr int kStochastic = 2;
 constexpr int kDither = 3;
-/// This template argument says that the rounding mode is known only at run time.
+/// As a template argument, this value says that the rounding mode is known only at run time.
 constexpr int kAnyRounding = 4;
 
-/// How one value is rounded, if the mode is known only at run time.
+/// Says how one value is rounded, if the rounding mode is known only at run time.
 struct Decision {
     int policy;
     u32 delta_q16;
     u32 r;  // sixteen random bits
 };
 
-/// The code of a value that is not NaN, for any element and rounding mode.
+/// Returns the code of a value that is not NaN, for any element and rounding mode.
 template <class E>
 __host__ __device__ inline u32 spec_code(float y, const Decision& by) {
     union {
@@ -66,10 +66,10 @@ __host__ __device__ inline u32 spec_code(float y, const Decision& by) {
     return code | negative << (E::kBits - 1);
 }
 
-/// The bits of `a` under the mask, and the bits of `b` elsewhere.
+/// Combines two words: the bits of `a` where the mask is 1, and the bits of `b` elsewhere.
 __host__ __device__ constexpr u32 choose_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 
-/// Packs sixteen codes, given one per byte, into their stored form.
+/// Packs sixteen codes, which are one per byte, into the form in which they are stored.
 template <int kBits>
 __device__ __forceinline__ void pack_sixteen(const u32 (&bytes)[4], u32 (&words)[kBits / 2]) {
     if constexpr (kBits == 8) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void pack_sixteen(const u32 (&bytes)[4], u32 (&words)
     }
 }
 
-/// The inverse of `pack_sixteen`.
+/// Unpacks what `pack_sixteen` has packed.
 template <int kBits>
 __device__ __forceinline__ void unpack_sixteen(const u32 (&words)[kBits / 2], u32 (&bytes)[4]) {
     if constexpr (kBits == 8) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void unpack_sixteen(const u32 (&words)[kBits / 2], u3
     }
 }
 
-/// The factor that maps the element's smallest normal number to that of F32.
+/// The factor that maps the element's smallest normal number to the smallest normal F32 number.
 template <class E>
 __host__ __device__ constexpr float to_code() {
     float to_code = 0x1p-126f;
@@ -123,9 +123,9 @@ __host__ __device__ constexpr float to_code() {
     return to_code;
 }
 
-/// Encodes sixteen products x · factor, rounded up in magnitude iff sixteen random bits are less than the first sixteen
-/// bits of the fraction. rounding.cuh explains the method. There are kFactors factors, each for 16 / kFactors adjacent
-/// values. `rounded_up(i, one, bits)` adds to `bits` the complement of value i's random bits, times `one`.
+/// Encodes sixteen products x · factor. A product is rounded up in magnitude if and only if sixteen random bits are less
+/// than the first sixteen bits of the fraction; rounding.cuh explains the method. There are kFactors factors, each for 16 /
+/// kFactors adjacent values. `rounded_up(i, one, bits)` adds to `bits` the complement of value i's random bits, times `one`.
 template <class E, int kFactors, class RoundedUp>
 __device__ __forceinline__ bool stochastic_codes(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[E::kBits / 2],
                                                  const RoundedUp& rounded_up) {
@@ -151,7 +151,7 @@ __device__ __forceinline__ bool stochastic_codes(const float (&x)[16], const flo
     return any != 0;
 }
 
-/// The values of four FP8 codes. The conversion goes through F16, which contains both FP8 formats.
+/// Decodes four FP8 codes. The conversion goes through F16, which can represent every value of both FP8 formats.
 template <bool kE5m2>
 __device__ __forceinline__ void decode_bytes(u32 four, float* value) {
     const u32 low = kE5m2 ? __byte_perm(four, 0, 0x1404) : ptx::f16x2_from_e4m3x2(ptx::low_u16(four));
@@ -163,7 +163,7 @@ __device__ __forceinline__ void decode_bytes(u32 four, float* value) {
     value[3] = b.y;
 }
 
-/// An element that is E4M3 (E5M2 with kE5m2), or the lower part of E4M3 with values `unit()` times as large.
+/// An element that is E4M3 (E5M2 with kE5m2), or that equals the lower part of E4M3 with values `unit()` times as large.
 template <int kBits_, int kBias_, int kEmax_, u32 kMaxBits_, u32 kMaxCode_, bool kE5m2>
 struct PartOfFp8 {
     static constexpr int kBits = kBits_, kMantissaBits = kE5m2 ? 2 : 3, kBias = kBias_, kEmax = kEmax_;
@@ -171,7 +171,7 @@ struct PartOfFp8 {
     static constexpr bool kTwosComplement = false;
     static constexpr u32 kMagnitude = 0x01010101u * ((1u << (kBits - 1)) - 1);
 
-    /// Two to the power of the difference of the exponent biases.
+    /// 2 to the power of the difference between the exponent biases.
     __host__ __device__ static constexpr float unit() {
         float unit = 1.0f;
         for (int i = kBias; i < (kE5m2 ? 15 : 7); ++i) unit *= 2.0f;
@@ -228,7 +228,7 @@ using WholeE5m2 = PartOfFp8<8, 15, 15, 0x47600000, 0x7B, true>;
 using E2m3 = PartOfFp8<6, 1, 2, 0x40F00000, 0x1F, false>;
 using E3m2 = PartOfFp8<6, 3, 4, 0x41E00000, 0x1F, true>;
 
-/// E2M1 under any scale, whether a power of two or not.
+/// E2M1 with any scale, whether the scale is a power of two or not.
 struct SixteenE2m1 {
     static constexpr float kMax = 6.0f;
     static constexpr int kBits = 4, kMantissaBits = 1, kBias = 1, kEmax = 2;
@@ -299,15 +299,15 @@ struct Int8 {
     }
 };
 
-/// A sign and a magnitude in multiples of 1/4, at most 1.75.
+/// Sign-magnitude numbers in multiples of 1/4, at most 1.75.
 struct S1p2 {
     static constexpr float kMax = 1.75f;
     static constexpr int kBits = 4, kMantissaBits = 2, kBias = 1, kEmax = 0;
     static constexpr u32 kMaxBits = 0x3FE00000, kMaxCode = 7;
     static constexpr bool kTwosComplement = false;
 
-    /// Codes of sixteen products x · factor, with one factor per four values. The exact product is rounded, with ties away from
-    /// zero or to even.
+    /// Encodes sixteen products x · factor, with one factor per four values.
+    /// The exact product is rounded, with ties away from zero or to even.
     template <bool kAway>
     __device__ __forceinline__ static bool nearest(const float (&x)[16], const float (&factor)[4], u32 (&words)[2]) {
         constexpr u32 kFar = 0x4B000000;  // the bits of 2^23, whose last place is worth one
@@ -317,8 +317,8 @@ struct S1p2 {
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 const float quarters = __fmul_rn(factor[2 * i + j / 4], 4.0f), v = fabsf(x[8 * i + j]);
-                // The exact sum is rounded once. The truncated additions (kAway) do not cross a whole
-                // number.
+                // The exact sum is rounded once. A truncated
+                // addition (kAway) does not cross a whole number.
                 const float whole = kAway ? __fadd_rz(fminf(__fmaf_rz(v, quarters, 0.5f), 7.0f), 0x1p23f)
                                           : fminf(__fmaf_rn(v, quarters, 0x1p23f), 0x1p23f + 7.0f);
                 code[j] = __float_as_uint(whole);
@@ -335,8 +335,8 @@ struct S1p2 {
         return (words[0] | words[1]) & 0x77777777;
     }
 
-    /// Codes of eight adjacent values, two BF16 values per word. `factor` holds four times the factors: BF16 numbers, one in
-    /// each half of a word.
+    /// Encodes eight adjacent values, two BF16 values per word. `factor` holds
+    /// four times the factors, as BF16 numbers, one in each half of a word.
     template <int kRound>
     __device__ __forceinline__ static u32 eight(const u32 (&x)[4], const u32 (&factor)[4]) {
         const u32 code[4] = {whole<kRound>(x[0], factor[0]), whole<kRound>(x[1], factor[1]), whole<kRound>(x[2], factor[2]),
@@ -344,8 +344,8 @@ struct S1p2 {
         return pack_row(x, code);
     }
 
-    /// Codes of four rows of two columns; each half of a word holds one column. `factor` holds four times the
-    /// columns' factors.
+    /// Encodes four rows of two columns; each half of a word holds one
+    /// column. `factor` holds four times the factors of the columns.
     template <int kRound>
     __device__ __forceinline__ static u32 four_rows(const u32 (&x)[4], u32 factor) {
         const u32 code[4] = {whole<kRound>(x[0], factor), whole<kRound>(x[1], factor), whole<kRound>(x[2], factor),
@@ -365,9 +365,9 @@ struct S1p2 {
     }
 
 private:
-    /// Magnitudes times factor of two BF16 values, rounded to integers up to 7. Adding 128 rounds the exact product
-    /// once, ties to even. For ties away from zero, adding the odd number 129 rounds the product a second time. The
-    /// ties of this second rounding go the other way, so the larger of both results is rounded away from zero.
+    /// Returns the magnitudes of two BF16 values times `factor`, rounded to integers up to 7. Adding 128 rounds the
+    /// exact product once, ties to even. For ties away from zero, adding the odd number 129 rounds the product a second
+    /// time. The ties of this second rounding go the other way, so the larger of both results is rounded away from zero.
     template <int kRound>
     __device__ __forceinline__ static u32 whole(u32 x, u32 factor) {
         constexpr u32 kFar = 0x43004300;  // the bits of 128, whose last place is worth one

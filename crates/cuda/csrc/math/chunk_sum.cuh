@@ -1,6 +1,6 @@
-// Sums in F64 in the order of the CPU, so that the result has the same bits. Values are divided into chunks of 4096. A
-// chunk has 16 partial sums. Each partial sum adds every 16th value in order; then the partial sums are added 8, 4, 2 and 1
-// apart. A tree over neighbours adds the chunks' sums, ((0+1)+(2+3))...; a node without a right neighbour moves up unchanged.
+// Sums in F64 in the order of the CPU, so that the result has the same bits. Values are divided into chunks of 4096. A chunk has
+// 16 partial sums. Each partial sum adds every 16th value in order; then the partial sums are added 8, 4, 2 and 1 apart. A binary
+// tree over neighbours adds the sums of the chunks, ((0+1)+(2+3))...; a node without a right neighbour moves up unchanged.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -9,8 +9,8 @@ namespace nib {
 constexpr int kSumChunk = 4096;
 constexpr int kSumLanes = 16;
 
-/// The sum of one chunk: `count` values from value(first) on. Half a warp computes the sum; the other half must call
-/// this function too, with its own chunk.
+/// Computes the sum of one chunk: `count` values from value(first) on. Half a warp
+/// computes the sum; the other half must call this function too, with its own chunk.
 template <class Value>
 __device__ __forceinline__ double chunk_sum(u64 first, int count, const Value& value) {
     double sum = 0.0;
@@ -22,8 +22,8 @@ __device__ __forceinline__ double chunk_sum(u64 first, int count, const Value& v
     return sum;
 }
 
-/// The sum of value(0) .. value(count - 1), in every thread of the CTA. `sums` is scratch for the chunks' sums, in
-/// memory that no other CTA uses.
+/// Returns the sum of value(0) .. value(count - 1) in every thread of the CTA.
+/// `sums` is scratch memory for the sums of the chunks, which no other CTA uses.
 template <int kThreads, class Value>
 __device__ __forceinline__ double sum_in_chunks(u64 count, double* sums, const Value& value) {
     constexpr int kAtOnce = kThreads / kSumLanes;

@@ -1,12 +1,12 @@
-// Quotients with a common divisor.
+// Computes quotients with a common divisor.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib {
 
-/// The IEEE quotient x / y, for many x with the same y, where 0 <= x <= y and y >= 1. The guess is within a unit in the
-/// last place and the reciprocal is correctly rounded, so one correction is enough (Markstein). The correction needs an
-/// exact remainder, which exists for x = 0 and for x from 2^-80 on (see `is_tiny`).
+/// Computes the IEEE quotient x / y for many x with the same y, where 0 <= x <= y and y >= 1. The first guess is
+/// within a unit in the last place, and the reciprocal is correctly rounded, so one correction is enough
+/// (Markstein). The correction needs an exact remainder, which exists for x = 0 and for x >= 2^-80 (see `is_tiny`).
 struct Quotient {
     float y, reciprocal, rest;
 
@@ -14,13 +14,13 @@ struct Quotient {
         rest = __fmul_rn(__fmaf_rn(-y, reciprocal, 1.0f), reciprocal);
     }
 
-    /// Running minimum of x's bits minus one, as unsigned integers. For x = 0 this is the largest unsigned value,
-    /// so zeros are ignored.
+    /// Running minimum of the bits of x minus one, as unsigned integers. For x =
+    /// 0, the bits minus one are the largest unsigned value, so zeros are ignored.
     __device__ __forceinline__ static u32 smallest(u32 smallest, float x) {
         const u32 bits = __float_as_uint(x) - 1;
         return bits < smallest ? bits : smallest;
     }
-    /// Whether any non-zero value that entered `smallest` was below 2^-80.
+    /// Returns whether any non-zero value that entered `smallest` was below 2^-80.
     __device__ __forceinline__ static bool is_tiny(u32 smallest) { return smallest < 0x17800000 - 1; }
 
     __device__ __forceinline__ float of(float x) const {

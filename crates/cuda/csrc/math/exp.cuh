@@ -6,7 +6,7 @@
 
 namespace nib {
 
-/// e^x for x <= 0 (any x below -104 gives 0). For a NaN, the result is an arbitrary number.
+/// Returns e^x for x <= 0; any x below -104 gives 0. For a NaN, the result is an arbitrary number.
 ///
 /// The Rust function scales by 2^n in two exact steps and rounds once at the end. Here n + 64 is added directly to
 /// the exponent, and only the multiplication by 2^-64 rounds. The result has the same bits as that of the Rust
@@ -27,9 +27,9 @@ __device__ __forceinline__ float exp_of_negative(float x) {
     return __fmul_rn(__uint_as_float(scaled), 5.4210108624e-20f);  // 2^-64
 }
 
-/// a / b with IEEE rounding, for 1 <= b <= 2 and 0 <= a <= 1 where a is 1 or b = 1 + a rounded. One Newton step gives the
-/// nearest reciprocal, so one correction of the quotient is enough (Markstein). No step can underflow or overflow, because
-/// b is 1 if a is small.
+/// Returns a / b with IEEE rounding, for 1 <= b <= 2 and 0 <= a <= 1, where a is 1, or b is 1 +
+/// a rounded. One Newton step gives the nearest reciprocal, so one correction of the quotient
+/// is enough (Markstein). No step can underflow or overflow, because b is 1 if a is small.
 __device__ __forceinline__ float divide_by_one_to_two(float a, float b) {
     const float approx = ptx::reciprocal_approx(b);
     const float reciprocal = __fmaf_rn(__fmaf_rn(-b, approx, 1.0f), approx, approx);
@@ -37,13 +37,13 @@ __device__ __forceinline__ float divide_by_one_to_two(float a, float b) {
     return __fmaf_rn(__fmaf_rn(-b, quotient, a), reciprocal, quotient);
 }
 
-/// 1 / (1 + e^-x). For a NaN, the result is an arbitrary number.
+/// Returns the sigmoid 1 / (1 + e^-x). For a NaN, the result is an arbitrary number.
 __device__ __forceinline__ float sigmoid(float x) {
     const float z = exp_of_negative(-fabsf(x));
     return divide_by_one_to_two(x < 0.0f ? z : 1.0f, __fadd_rn(1.0f, z));
 }
 
-/// x · sigmoid(x).
+/// Returns x · sigmoid(x).
 __device__ __forceinline__ float silu(float x) { return __fmul_rn(x, sigmoid(x)); }
 
 }  // namespace nib

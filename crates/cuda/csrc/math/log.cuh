@@ -5,7 +5,7 @@
 
 namespace nib {
 
-/// ln x for a positive normal x; infinity and NaN are returned unchanged.
+/// Returns ln x for a positive normal x; returns infinity and NaN unchanged.
 __device__ __forceinline__ float log_of_normal(float x) {
     constexpr int kSqrtHalfBits = 0x3F3504F3;
     // x = m * 2^k with m in [sqrt(1/2), sqrt(2))

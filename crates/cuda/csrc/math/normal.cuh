@@ -28,7 +28,7 @@ __device__ __forceinline__ double polynomial(const double (&coefficients)[kCount
     return sum;
 }
 
-/// (bits + 1/2) / 2^32 for the lower 31 bits.
+/// Returns (bits + 1/2) / 2^32 for the lower 31 bits.
 __device__ __forceinline__ double probability(u32 bits) {
     return __dmul_rn(__dadd_rn(__uint2double_rn(bits & 0x7FFFFFFF), 0.5), 0x1p-32);
 }
@@ -39,19 +39,19 @@ __device__ __forceinline__ float signed_normal(double lower, u32 bits) {
     return __uint_as_float(__float_as_uint(__double2float_rn(lower)) ^ (bits & 0x80000000));
 }
 
-/// The normal number for these bits if the probability is not in the tail.
+/// Returns the normal number for these bits if the probability is not in the tail.
 __device__ __forceinline__ float normal_of_middle(double p, u32 bits) {
     const double q = __dsub_rn(p, 0.5), r = __dmul_rn(q, q);
     return signed_normal(__ddiv_rn(__dmul_rn(polynomial(kMiddleNumerator, r), q), polynomial(kMiddleDenominator, r)), bits);
 }
 
-/// The normal number for these bits if the probability is in the tail.
+/// Returns the normal number for these bits if the probability is in the tail.
 __device__ __forceinline__ float normal_of_tail(u32 bits) {
     const double q = __dsqrt_rn(__dmul_rn(-2.0, double(log_of_normal(__double2float_rn(probability(bits))))));
     return signed_normal(__ddiv_rn(polynomial(kTailNumerator, q), polynomial(kTailDenominator, q)), bits);
 }
 
-/// Shared memory in which a warp collects its numbers in the tail, so that all lanes process them together.
+/// The shared memory in which a warp collects its numbers in the tail, so that all lanes process them together.
 template <int kCount>
 struct Tails {
     u32 bits[32 * kCount];

@@ -1,10 +1,10 @@
-// The standard normal distribution, with the bits of `normal_cdf` in crates/formats/src/math.rs.
+// The standard normal distribution, bit-identical to `normal_cdf` in crates/formats/src/math.rs.
 #pragma once
 #include "math/exp.cuh"
 
 namespace nib {
 
-/// Φ(x) and φ(x). For a NaN, the results are arbitrary numbers.
+/// Computes Φ(x) and φ(x). For a NaN, the results are arbitrary numbers.
 __device__ __forceinline__ float2 normal_cdf(float x) {
     const float power = exp_of_negative(__fmul_rn(-0.5f, __fmul_rn(x, x)));
     const float t = __fdiv_rn(1.0f, __fmaf_rn(fabsf(x), 0.27f, 1.0f));

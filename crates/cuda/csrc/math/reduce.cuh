@@ -6,7 +6,7 @@
 
 namespace nib {
 
-/// Inclusive prefix sum: the sum of the warp's values from lane 0 up to this lane's.
+/// Inclusive prefix sum: returns the sum of the warp's values from lane 0 up to this lane.
 __device__ __forceinline__ int sum_up_to_lane(int value) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -16,22 +16,22 @@ __device__ __forceinline__ int sum_up_to_lane(int value) {
     return value;
 }
 
-/// Raises `*to` to at least `bits`. In most calls `bits` is smaller than `*to`, so the function first checks with a
-/// plain load, which costs less than an atomic.
+/// Raises `*to` to at least `bits`. In most calls `bits` is already smaller than `*to`,
+/// so the function first compares with a plain load, which costs less than an atomic.
 __device__ __forceinline__ void raise(u32* to, u32 bits) {
     if (bits > *const_cast<volatile u32*>(to)) atomicMax(to, bits);
 }
 
-/// One thread's counts of blocks: blocks with a non-zero code, inexact blocks among them, and blocks with a NaN or
-/// infinity.
+/// The numbers of blocks that one thread has counted: blocks with a non-zero
+/// code, inexact blocks among them, and blocks with a NaN or infinity.
 struct Tally {
     u32 non_zero = 0;
     u32 inexact = 0;
     u32 non_finite = 0;
 
-    /// Adds the counts of all threads of the CTA to `counts[3]` (null: not counted). If `replicas` threads counted
-    /// the same blocks, the sums are divided by `replicas`. Every thread calls this function; `total` is shared
-    /// memory that no other code uses.
+    /// Adds the counts of all threads of the CTA to `counts[3]`; if that is null, nothing is
+    /// added. If `replicas` threads counted the same blocks, the sums are divided by `replicas`.
+    /// Every thread calls this function; `total` is shared memory that no other code uses.
     __device__ __forceinline__ void flush(u64* counts, u32 (&total)[3], u32 replicas = 1) const {
         if (counts == nullptr) return;
         if (threadIdx.x < 3) total[threadIdx.x] = 0;
@@ -47,8 +47,8 @@ struct Tally {
     }
 };
 
-/// Computes n / d for n below 2^31. The launch passes magic = ceil(2^(31 + shift) / d), shift =
-/// ceil(log2 d).
+/// Computes n / d for n below 2^31. The launch passes magic
+/// = ceil(2^(31 + shift) / d) and shift = ceil(log2 d).
 struct Divider {
     u32 magic;
     u32 shift;

@@ -1,5 +1,5 @@
-// The sigmoid of BF16 values from a table in shared memory. The table entries are bit-identical to the sigmoid of
-// math/exp.cuh; a look-up takes a fifth of its instructions.
+// Looks up the sigmoid of BF16 values in a shared-memory table. The table entries are
+// bit-identical to the sigmoid of math/exp.cuh; a look-up takes a fifth of its instructions.
 #pragma once
 #include "math/exp.cuh"
 #include "ptx/packed.cuh"
@@ -30,11 +30,11 @@ struct SigmoidTable {
         }
     }
 
-    /// The argument `base` of `two`: the table's address in both halves of a word. The table must start in the first 16
-    /// KiB of shared memory.
+    /// Returns the argument `base` of `two`, which is the table's address in both
+    /// halves of a word. The table must start in the first 16 KiB of shared memory.
     __device__ __forceinline__ u32 base() const { return shared_address(this) * 0x10001; }
 
-    /// The sigmoids of both values of a word, that of the low half first.
+    /// Returns the sigmoids of both values of a word, first that of the low half.
     __device__ __forceinline__ static void two(u32 base, u32 numbers, float (&s)[2]) {
         constexpr u32 kNegativeLow = 0x10000 - kLow, kLast = kEntries - 1;
         const u32 i = ptx::add_clamp_s16x2(numbers & 0x7FFF7FFF, kNegativeLow << 16 | kNegativeLow, kLast << 16 | kLast);

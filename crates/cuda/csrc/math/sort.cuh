@@ -1,4 +1,4 @@
-// Sorting networks over a thread's registers, largest first.
+// Sorting networks over the registers of a thread; the largest value comes first.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -20,8 +20,8 @@ __device__ __forceinline__ void sort_descending(u32 (&x)[8]) {
     for (int i = 0; i < 19; ++i) order_descending(x[kPairs[i][0]], x[kPairs[i][1]]);
 }
 
-/// The eight largest of two sorted lists, sorted. The larger values of the pairs (first of one list with last of the
-/// other, and so on) are the eight largest as a bitonic list, which the network then sorts.
+/// Returns the eight largest values of two sorted lists, sorted. Pair the first value of one list with the last of the
+/// other, and so on. The larger values of the pairs are the eight largest, as a bitonic list, which the network then sorts.
 __device__ __forceinline__ void keep_largest(u32 (&x)[8], const u32 (&other)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = larger_of(x[i], other[7 - i]);
