@@ -58,7 +58,7 @@ struct E2m1 {
     /// code is the smallest of 2v, v + 2 and v / 2 + 4. Each of the three is a fused multiply-add onto a constant whose
     /// last place is worth 0.5, 1 or 2. The addition rounds v to that step, and the last bits of the sum are the code.
     __device__ __forceinline__ static Eight encode_within(const Bf16::Eight& x, u32 factor) {
-        u32 code[4];  // the sum exceeds 0x42C0 in both halves
+        u32 code[4];  // each half is the code plus 0x42C0
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32 magnitude = x.word[i] & 0x7FFF7FFF;

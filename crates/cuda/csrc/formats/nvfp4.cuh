@@ -17,8 +17,8 @@ struct Nvfp4Codes : OneFactor<SixteenE2m1> {
         return (record & 0x7F) == kNan ? __uint_as_float(kNanBits) : E4m3::decode(record);
     }
 
-    /// Returns the rounding error of sixteen values under a scale. `six` selects the unit so that both candidate
-    /// scales have the same unit. Rounding errors are integers, so their sum does not depend on the order.
+    /// Returns the rounding error of sixteen values under a scale. The unit of the error depends only on `six`, so that
+    /// both candidate scales have the same unit. Rounding errors are integers, so their sum does not depend on the order.
     __device__ __forceinline__ static u32 lost(const float (&x)[16], const Scaled& scale, const Scaled& six, TensorInverse tensor, bool squared) {
         const float of_code = E4m3::decode(scale.record);
         const u32 exponent = __float_as_uint(fmaxf(E4m3::decode(six.record), 0x1p-9f)) >> 23;

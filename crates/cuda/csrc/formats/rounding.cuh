@@ -53,8 +53,8 @@ __device__ __forceinline__ float scaled(float x, float inverse) {
     return ptx::clamp_magnitude(y, E::kMax);
 }
 
-/// The bits of a scaled value: the code has bits 23 - kMantissaBits and
-/// up, the fraction has the bits below, and the sign follows separately.
+/// The bits of a scaled value: the code has the bits from 23 - kMantissaBits
+/// up, the fraction has the bits below, and bit 31 is the sign.
 template <class E>
 __device__ __forceinline__ u32 code_and_fraction(float y) {
     return __float_as_uint(__fmul_rz(y, E::kToCode));

@@ -1,9 +1,9 @@
 // Building blocks of the attention kernels on the tensor cores: rings of tiles, the order of work, and the GEMMs of
 // a warpgroup.
 //
-// A tile of rows of a head lies in shared memory as TMA writes it: contiguous boxes of 64 elements (128 bytes) by
-// all rows of the tile, with the 128-byte swizzle. Such a tile can be a K-major operand, with the contraction along
-// the head, or an MN-major operand, with the contraction down the rows.
+// A tile of rows of a head lies in shared memory as TMA writes it: contiguous boxes of 64 elements
+// (128 bytes) by all rows of the tile, in the 128-byte swizzle. Such a tile can be a K-major operand,
+// whose contraction is along the head, or an MN-major operand, whose contraction is down the rows.
 #pragma once
 #include "pieces/attention/attention_sizes.cuh"
 #include "ptx/mbarrier.cuh"
@@ -15,9 +15,9 @@
 
 namespace nib {
 
-constexpr int kBoxCols = 64;       // elements per box row: 128 bytes
+constexpr int kBoxCols = 64;       // number of elements per box row, which are 128 bytes
 constexpr int kBoxRowBytes = 128;
-constexpr int kGroupRows = 64;     // rows of a warpgroup's WGMMA
+constexpr int kGroupRows = 64;     // number of rows that a warpgroup's WGMMA multiplies
 
 /// A position in a ring of tiles: the stage of the next tile, and the parity of its barrier's phase.
 template <int kStages>
@@ -46,16 +46,16 @@ struct RingBarriers {
     }
 };
 
-/// A CTA's next item of work.
+/// The next item of work of a CTA.
 struct AttentionWork {
     int sequence;
     int head;
     int tile;
 };
 
-/// Work item number `at`, if each head has `tiles` tiles. Heads are divided into sections of `section` heads, whose
-/// keys and values fit the L2. A section processes one tile of all its heads, then the next tile; with kLastFirst it
-/// goes from the last tile to the first.
+/// Returns work item number `at`, if each head has `tiles` tiles. Heads are divided into sections
+/// of `section` heads, whose keys and values fit into the L2. A section processes one tile of all
+/// its heads, then the next tile; with kLastFirst it goes from the last tile to the first.
 template <bool kLastFirst>
 __device__ __forceinline__ AttentionWork work_at(int at, int tiles, int section, int heads, int sequences) {
     const int of_section = section * tiles;
@@ -65,15 +65,15 @@ __device__ __forceinline__ AttentionWork work_at(int at, int tiles, int section,
     return {unit / heads, unit % heads, kLastFirst ? tiles - 1 - tile : tile};
 }
 
-/// A tile of queries, 64 for each of kGroups warpgroups, as the loading warp passes it to the math warps. The loading warp computes
-/// the tile's fields because that takes divisions and loads, for which the math warps would have to wait.
+/// A tile of queries, 64 for each of kGroups warpgroups, as the loading warp passes it to the math warps. The loading
+/// warp computes the fields, because that takes divisions and loads, for which the math warps would have to wait.
 template <int kGroups>
 struct QueryTile {
     AttentionWork work;
-    int first;          // first tile of keys that the queries see: the tile of its first query's first key
+    int first;          // first tile of keys that the queries see: the tile with the first key of the first query
     int edge[kGroups];  // tiles of keys that begin before this key need a window mask for some row of the warpgroup
 
-    /// Sets item `number` of all work, with `tiles` tiles per head and tiles of `keys` keys.
+    /// Sets the tile to item `number` of all work, if a head has `tiles` tiles and a tile has `keys` keys.
     template <bool kWindowed>
     __device__ __forceinline__ void set(int number, int tiles, int section, const AttentionSizes& sizes, const int* first_key, int keys) {
         const AttentionWork at = work_at<true>(number, tiles, section, sizes.heads, sizes.sequences);
@@ -90,8 +90,8 @@ struct QueryTile {
     __device__ __forceinline__ bool is_none() const { return work.tile < 0; }
 };
 
-/// The number of the CTA's work in round `round`. Every other round assigns work to the CTAs in reverse order, so
-/// that no CTA has the longest work of every round.
+/// Returns the index of the CTA's work in round `round`. Every other round assigns work
+/// to the CTAs in reverse order, so that no CTA has the longest work of every round.
 __device__ __forceinline__ int work_number(int round) {
     const int cta = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     return round * int(gridDim.x) + cta;
@@ -105,8 +105,8 @@ __device__ __forceinline__ void load_tile(u8* tile, const TensorMap& map, ptx::B
         ptx::tma_load(tile + box * kRows * kBoxRowBytes, map, barrier, head * kDim + box * kBoxCols, row, sequence);
 }
 
-/// d = A·Bᵀ over the kDim elements of a head: 64 rows of a tile of kRowsA rows times a tile of kRowsB rows, both
-/// K-major. `a` and `b` are low halves of descriptors.
+/// Computes d = A·Bᵀ over the kDim elements of a head: 64 rows of a tile of kRowsA rows times
+/// a tile of kRowsB rows, both K-major. `a` and `b` are the low halves of the descriptors.
 template <int kDim, int kRowsA, int kRowsB, int kCount>
 __device__ __forceinline__ void multiply_along(float (&d)[kCount], u32 a, u32 b) {
 #pragma unroll
@@ -121,8 +121,8 @@ __device__ __forceinline__ void multiply_along(float (&d)[kCount], u32 a, u32 b)
     }
 }
 
-/// d += W·B: weights W in registers times a tile of kRowsB rows, which is MN-major, so the contraction
-/// goes down its rows.
+/// Computes d += W·B: weights W in registers times a tile B of kRowsB
+/// rows. B is MN-major, so the contraction goes down its rows.
 template <int kRowsB, int kCount>
 __device__ __forceinline__ void multiply_down(float (&d)[kCount], const u32 (&w)[kRowsB / 4], u32 b) {
 #pragma unroll
@@ -131,7 +131,7 @@ __device__ __forceinline__ void multiply_down(float (&d)[kCount], const u32 (&w)
                                     ptx::wgmma_descriptor(b + step * (16 * kBoxRowBytes / 16)));
 }
 
-/// d += A·B, where both tiles have kRowsB rows and are MN-major.
+/// Computes d += A·B, where both tiles have kRowsB rows and are MN-major.
 template <int kRowsB, int kCount>
 __device__ __forceinline__ void multiply_down(float (&d)[kCount], u32 a, u32 b) {
 #pragma unroll
@@ -141,7 +141,7 @@ __device__ __forceinline__ void multiply_down(float (&d)[kCount], u32 a, u32 b) 
     }
 }
 
-/// The low half of a tile's descriptor for `multiply_down`.
+/// The low half of the descriptor of a tile, for `multiply_down`.
 template <int kRows>
 __device__ __forceinline__ u32 descriptor_down(const void* tile) {
     return ptx::wgmma_descriptor_low_transposed(shared_address(tile), kRows * kBoxRowBytes);
@@ -154,8 +154,8 @@ __device__ __forceinline__ void to_weights(u32 (&w)[kCount / 2], const float (&x
     for (int i = 0; i < kCount / 2; ++i) w[i] = ptx::pack_bf16(x[2 * i], x[2 * i + 1]);
 }
 
-/// Sets the scores of keys later than the query to -infinity. `ahead` is this thread's first row minus its first
-/// column.
+/// Sets the scores of keys later than the query to -infinity. `ahead` is
+/// the index of this thread's first row minus that of its first column.
 template <int kCount>
 __device__ __forceinline__ void mask_later(float (&s)[kCount], int ahead) {
 #pragma unroll
@@ -168,8 +168,8 @@ __device__ __forceinline__ void mask_later(float (&s)[kCount], int ahead) {
     }
 }
 
-/// Sets the scores of keys before a row's window to -infinity. `low` and `high` are the first keys that this thread's first and second
-/// rows see, minus this thread's first column.
+/// Sets the scores of keys before a row's window to -infinity. `low` and `high` are the first
+/// keys that this thread's first and second row see, relative to this thread's first column.
 template <int kCount>
 __device__ __forceinline__ void mask_before(float (&s)[kCount], int low, int high) {
 #pragma unroll
@@ -188,9 +188,9 @@ __device__ __forceinline__ void staged_rows_read() {
     __syncwarp();
 }
 
-/// Stores a warp's 16 rows of sums to rows `row` and on: row l/4 times `low`, row l/4 + 8 times `high`. The rows are
-/// staged as boxes of 16 rows, kBoxes boxes at a time. When this function returns, TMA may still be reading the last
-/// boxes.
+/// Stores a warp's 16 rows of sums to rows `row` and on. Row l/4 is multiplied by `low`,
+/// and row l/4 + 8 by `high`. The rows are staged as boxes of 16 rows, kBoxes boxes at a
+/// time. When this function returns, TMA may still be reading the last boxes.
 template <int kDim, int kBoxes = kDim / kBoxCols>
 __device__ __forceinline__ void store_warp_rows(u8* staged, const TensorMap& map, const float (&sum)[kDim / 2], float low, float high,
                                                 int head, int row, int sequence) {

@@ -1,12 +1,12 @@
-// Attention sinks: each query head has an additional score that belongs to no key. The sink's score enters
-// only the sum of the softmax.
+// Attention sinks: each query head has an additional score that belongs
+// to no key. The score of the sink enters only the sum of the softmax.
 #pragma once
 #include "math/exp.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
 
-/// e^x for x <= 0; a NaN stays a NaN.
+/// Returns e^x for x <= 0; a NaN stays a NaN.
 __device__ __forceinline__ float exp_or_nan(float x) {
     const float e = exp_of_negative(x);
     return x == x ? e : x;
@@ -25,8 +25,8 @@ __device__ __forceinline__ float add_sink(float sink, float& max, float& total) 
     return 1.0f;
 }
 
-/// A row's contribution to the gradient of a head's sink; `delta` is out · dout. The sink is a term of `lse`, so it is at most `lse`, but
-/// rounding may make it larger.
+/// Returns a row's contribution to the gradient of a head's sink; `delta` is out · dout. The sink
+/// is a term of `lse`, so mathematically it is at most `lse`, but rounding may make it larger.
 __device__ __forceinline__ float sink_grad(float sink, float lse, float delta) {
     const float below = sink - lse;
     return -exp_or_nan(below > 0.0f ? 0.0f : below) * delta;

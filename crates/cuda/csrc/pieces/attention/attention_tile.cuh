@@ -1,10 +1,10 @@
 // Building blocks of the attention kernels on the CUDA cores: tiles of rows in shared memory, and the two GEMMs on
 // them.
 //
-// A tile holds kRows rows of up to kDim elements as F32, transposed: element d of row r is at [d · stride_of<kRows>() +
-// r]. 256 threads form a grid of 16 × 16. A thread has kRows/16 own rows from kRows/16 · (thread / 16) on, kRows/16
-// other rows from kRows/16 · (thread % 16) on, and the columns thread % 16 + 16c. Every sum is one chain of fused
-// multiply-adds in a fixed order.
+// A tile holds kRows rows of up to kDim elements as F32, transposed: element d of row r is at [d ·
+// stride_of<kRows>() + r]. 256 threads form a grid of 16 × 16. A thread has kRows/16 `own` rows,
+// from kRows/16 · (thread / 16) on; kRows/16 `other` rows, from kRows/16 · (thread % 16) on; and
+// the columns thread % 16 + 16c. Every sum is one chain of fused multiply-adds in a fixed order.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/attention/attention_sink.cuh"
@@ -15,15 +15,15 @@ namespace nib {
 
 constexpr int kAttentionThreads = 256;
 
-/// Distance in floats from one element to the next of a tile's rows. With 4 floats of padding, 16-byte reads along
-/// rows have no bank conflicts.
+/// The distance in floats from one element of a row to the next. With 4
+/// floats of padding, 16-byte reads along rows have no bank conflicts.
 template <int kRows>
 __host__ __device__ constexpr int stride_of() {
     return kRows + 4;
 }
 
-/// Fills a tile with rows of `dim` elements from `first` on, multiplied by `factor`. Elements past the sequence and
-/// past the head are zeros.
+/// Fills a tile with rows of `dim` elements from row `first` on, multiplied by
+/// `factor`. Elements past the end of the sequence or of the head are zeros.
 template <class T, int kDim, int kRows>
 __device__ __forceinline__ void load_rows(float* tile, const u8* from, const AttentionSizes& sizes, int heads, int dim, int sequence,
                                           int head, int first, float factor) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_rows(float* tile, const u8* from, const Att
     }
 }
 
-/// Reads kCount contiguous values, aligned to their total size.
+/// Reads kCount contiguous values, which are aligned to their total size.
 template <int kCount>
 __device__ __forceinline__ void read(float (&x)[kCount], const float* from) {
     if constexpr (kCount == 4) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void read(float (&x)[kCount], const float* from) {
     }
 }
 
-/// dot[i][j] = own row i of `a` · other row j of `b`.
+/// Computes dot[i][j], the dot product of own row i of `a` and other row j of `b`.
 template <int kDim, int kRows>
 __device__ __forceinline__ void multiply_rows(float (&dot)[kRows / 16][kRows / 16], const float* a, const float* b) {
     constexpr int kOwn = kRows / 16;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void write_weights(float* weights, const float (&w)[k
         for (int i = 0; i < kOwn; ++i) to[j * stride_of<kRows>() + i] = w[i][j];
 }
 
-/// sum[i][c] += Σ over other rows of weight · the row's element in column c.
+/// Adds to sum[i][c] the sum, over other rows, of the weight times the row's element in column c.
 template <int kDim, int kRows>
 __device__ __forceinline__ void add_weighted(float (&sum)[kRows / 16][kDim / 16], const float* weights, const float* tile) {
     constexpr int kOwn = kRows / 16;
@@ -104,8 +104,8 @@ __device__ __forceinline__ void add_weighted(float (&sum)[kRows / 16][kDim / 16]
     }
 }
 
-/// Writes the sums of own rows, `dim` per row, multiplied by `factor[i]`, to a tensor's rows from
-/// `first` on.
+/// Multiplies the sums of own rows by `factor[i]`, and writes
+/// them, `dim` per row, to a tensor's rows from row `first` on.
 template <class T, int kDim, int kRows>
 __device__ __forceinline__ void store_rows(u8* to, const float (&sum)[kRows / 16][kDim / 16], const float (&factor)[kRows / 16],
                                            const AttentionSizes& sizes, int heads, int dim, int sequence, int head, int first) {

@@ -1,10 +1,10 @@
-// The gradients of keys and values on the tensor cores: a CTA's work for 128 keys of a head. With kStores, for tiles of 64 queries, the CTA
-// also stores dS, so that dq need not recompute it.
+// The gradients of keys and values on the tensor cores: the work of a CTA for 128 keys of a head. With kStores
+// (for tiles of 64 queries), the CTA also stores dS, so that the computation of dq need not recompute it.
 //
-// P = 2^(q·k · log2(e) · scale - lse) and dS = P · (dout·v - delta) are rounded to BF16; dv = Pᵀ · dout, dk = scale · dSᵀ · q. Sums are
-// F32. A CTA has 128 keys of a head of k, 64 per warpgroup. It loops over the query heads of the group in order, and over each head's
-// queries, `query_rows` at a time, from the first query that sees the keys on. Boxes have `query_rows` rows of q and dout, 64 rows of k and
-// v, 16 rows of outputs.
+// P = 2^(q·k · log2(e) · scale - lse) and dS = P · (dout·v - delta) are rounded to BF16; dv = Pᵀ · dout, dk = scale
+// · dSᵀ · q. Sums are F32. A CTA has 128 keys of a head of k, 64 per warpgroup. It loops over the query heads of
+// the group in order. For each head it loops over queries, `query_rows` at a time, from the first query that sees
+// the keys on. Boxes have `query_rows` rows for q and dout, 64 rows for k and v, and 16 rows for outputs.
 #pragma once
 #include "pieces/attention/attention_ring.cuh"
 #include "pieces/attention/score_grads.cuh"
@@ -12,18 +12,18 @@
 namespace nib {
 
 constexpr int kGradGroups = 2;
-constexpr int kGradRows = kGradGroups * kGroupRows;  // keys, or queries, per CTA
+constexpr int kGradRows = kGradGroups * kGroupRows;  // number of keys, or of queries, per CTA
 constexpr int kGradThreads = 128 * (kGradGroups + 1);
 
-/// Queries per tile in the kernel of dk and dv, where keys are stationary: heads of 64 leave registers for more
-/// queries.
+/// The number of queries per tile in the kernel of dk and dv, where keys
+/// stay in shared memory. Heads of 64 leave registers for more queries.
 template <int kDim>
 __host__ __device__ constexpr int query_rows() {
     return kDim > 64 ? 64 : 128;
 }
 
-/// Replaces scores by P. The accumulators' rows are keys and their columns are queries, so `lse` is indexed by
-/// column.
+/// Replaces scores by P. The rows of the accumulators are keys
+/// and their columns are queries, so `lse` is indexed by column.
 template <int kCount>
 __device__ __forceinline__ void probabilities_down(float (&s)[kCount], float factor, const float* lse) {
     const float* const own = lse + 2 * (ptx::lane_idx() % 4);
@@ -37,9 +37,9 @@ __device__ __forceinline__ void probabilities_down(float (&s)[kCount], float fac
     }
 }
 
-/// Replaces scores by P, rounded to BF16 in `w`. The next 8 bits of each value are stored in `rest`, four values per register. `w` and
-/// `rest` together give P to 2^-16, except if P is exactly between two BF16 numbers, which happens for one value in 2^17: then the error
-/// may be that of BF16.
+/// Replaces scores by P, rounded to BF16 in `w`. The next 8 bits of each value are stored in
+/// `rest`, four values per register. `w` and `rest` together give P to 2^-16. The exception is a
+/// P exactly between two BF16 numbers (one value in 2^17), where the error may be that of BF16.
 template <int kCount>
 __device__ __forceinline__ void probabilities_down(u32 (&w)[kCount / 2], u32 (&rest)[kCount / 4], const float (&s)[kCount], float factor,
                                                    const float* lse) {
@@ -55,8 +55,8 @@ __device__ __forceinline__ void probabilities_down(u32 (&w)[kCount / 2], u32 (&r
     }
 }
 
-/// dS = P · (dP - delta), rounded to BF16. Rows are keys and columns are queries, as in
-/// `probabilities_down`.
+/// Computes dS = P · (dP - delta), rounded to BF16. Rows are keys and
+/// columns are queries; `probabilities_down` has the same layout.
 template <int kCount>
 __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const float (&p)[kCount], const float (&dp)[kCount],
                                                  const float* delta) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const flo
     }
 }
 
-/// dS from P in two parts: `p`, and the `rest` from `probabilities_down`.
+/// Computes dS from P in two parts: `p`, and the `rest` that `probabilities_down` stored.
 template <int kCount>
 __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const u32 (&p)[kCount / 2], const u32 (&rest)[kCount / 4],
                                                  const float (&dp)[kCount], const float* delta) {
@@ -86,16 +86,16 @@ __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const u32
     }
 }
 
-/// When the WGMMA for dv of a tile is issued.
+/// The three points in time at which the WGMMA for dv of a tile may be issued.
 enum class GradOrder {
-    /// The WGMMA for dv is issued together with that for dk. Tiles of 128 queries leave no registers for another
-    /// order. For heads of 64, another order with tiles of 64 queries is not faster.
+    /// The WGMMA for dv is issued together with the WGMMA for dk. Tiles of 128 queries leave no registers
+    /// for another order. For heads of 64, another order with tiles of 64 queries is not faster.
     ValuesLast,
-    /// The WGMMA for dv is issued after that for dP, so that it runs while dS is computed.
+    /// The WGMMA for dv is issued after the WGMMA for dP, so that it runs while dS is computed.
     ValuesBetween,
-    /// The WGMMA for dv is issued before that for dP. The accumulators of heads of 192 leave no registers for S and dP at once, so a
-    /// warpgroup computes P and dS while none of its own WGMMAs runs. The two warpgroups take turns in issuing WGMMAs: those of one
-    /// warpgroup run while the other computes.
+    /// The WGMMA for dv is issued before the WGMMA for dP. The accumulators of heads of 192 leave no registers
+    /// for S and dP at once, so a warpgroup computes P and dS while none of its own WGMMAs runs. The two
+    /// warpgroups take turns in issuing WGMMAs, so that the WGMMAs of one warpgroup run while the other computes.
     ValuesBeforeScoreGrads,
 };
 
@@ -103,9 +103,9 @@ enum class GradOrder {
 struct KeyWork {
     int sequence, kv_head;
     int first_head, heads;  // query heads
-    int row;                // first key
-    int first_tile, tiles;  // tiles of queries: the first, and one past the last
-    u8* score_grads;        // where dS of the head is stored
+    int row;                // index of the first key
+    int first_tile, tiles;  // tiles of queries: the first tile, and one past the last tile
+    u8* score_grads;        // address at which dS of the head is stored
 
     template <bool kWindowed>
     __device__ __forceinline__ void set(const AttentionSizes& sizes, const int* end_query, const AttentionWork& work, int query_rows) {
@@ -120,17 +120,17 @@ struct KeyWork {
 template <int kDim, int kValueDim, bool kStores>
 struct KeyGradsShared {
     static constexpr int kStages = 3;
-    static constexpr int kRows = query_rows<kDim>();  // queries per tile
+    static constexpr int kRows = query_rows<kDim>();  // number of queries per tile
     static constexpr GradOrder kOrder = kDim > 128  ? GradOrder::ValuesBeforeScoreGrads
                                         : kDim > 64 ? GradOrder::ValuesBetween
                                                     : GradOrder::ValuesLast;
-    // Each warpgroup's own keys and values; at the end, their gradients are staged here for the
-    // store.
+    // The keys and values of each warpgroup. At the end, their
+    // gradients are staged in this memory for the store.
     u8 k[kGradGroups][kGroupRows * kDim * 2];
     u8 v[kGradGroups][kGroupRows * kValueDim * 2];
     u8 q[kStages][kRows * kDim * 2];
     u8 dout[kStages][kRows * kValueDim * 2];
-    // Each warp's dS, staged for the store.
+    // The dS of each warp, staged for the store.
     u8 score_grads[kStores ? kGradGroups * 4 : 1][kStores ? 16 * kBoxRowBytes : 16];
     float lse[kStages][kRows];
     float delta[kStages][kRows];
@@ -173,8 +173,8 @@ __device__ __forceinline__ void feed_queries(KeyGradsShared<kDim, kValueDim, kSt
     Place<Shared::kStages> at;
     for (int head = work.first_head; head < work.first_head + work.heads; ++head) {
         const u64 rows = u64(u32(work.sequence * sizes.heads + head)) * sizes.padded;
-        // The loop for long heads is not unrolled, because it would need more registers than the
-        // loading warp has.
+        // The loop for long heads is not unrolled, because the unrolled
+        // loop would need more registers than the loading warp has.
 #pragma unroll(kDim > 128 ? 1 : 4)
         for (int tile = work.first_tile; tile < work.tiles; ++tile) {
             const int row = tile * Shared::kRows;
@@ -191,8 +191,8 @@ __device__ __forceinline__ void feed_queries(KeyGradsShared<kDim, kValueDim, kSt
     }
 }
 
-/// Sets the scores of queries earlier than the key to -infinity. `ahead` is this thread's first column minus its
-/// first row.
+/// Sets the scores of queries earlier than the key to -infinity. `ahead`
+/// is the index of this thread's first column minus that of its first row.
 template <int kCount>
 __device__ __forceinline__ void mask_earlier(float (&s)[kCount], int ahead) {
 #pragma unroll
@@ -205,8 +205,8 @@ __device__ __forceinline__ void mask_earlier(float (&s)[kCount], int ahead) {
     }
 }
 
-/// Sets the scores of queries past a key's window to -infinity. `low` and `high` are one past the last queries that see this thread's
-/// first and second rows, minus this thread's first column.
+/// Sets the scores of queries past a key's window to -infinity. `low` and `high` are one past the
+/// last queries that see this thread's first and second key, relative to this thread's first column.
 template <int kCount>
 __device__ __forceinline__ void mask_from(float (&s)[kCount], int low, int high) {
 #pragma unroll
@@ -219,8 +219,8 @@ __device__ __forceinline__ void mask_from(float (&s)[kCount], int low, int high)
     }
 }
 
-/// Computes the gradients of one warpgroup's keys and values. `warp` is the index among the warps
-/// of the math warpgroups.
+/// Computes the gradients of the keys and values of one warpgroup.
+/// `warp` is the index of the warp among the math warps.
 template <bool kWindowed, int kDim, int kValueDim, bool kStores>
 __device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStores>& shared, const TensorMap& map_dk, const TensorMap& map_dv,
                                           const AttentionSizes& sizes, const int* end_query, int warp) {
@@ -250,8 +250,8 @@ __device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStore
     const KeyWork& work = shared.work;
     const int key = work.row + group * kGroupRows, tiles = work.tiles;
     const int first = min(key / kRows, tiles);
-    // A warpgroup has one turn for a head's first scores and two turns per tile, also for skipped tiles, so that both
-    // warpgroups have equally many turns.
+    // A warpgroup has one turn for the first scores of a head, and two turns per
+    // tile, also for skipped tiles. So both warpgroups have equally many turns.
     constexpr bool kTurns = kOrder == GradOrder::ValuesBeforeScoreGrads;
     const auto begin_turn = [&] {
         if constexpr (kTurns) ptx::named_barrier_wait<256>(3 + group);
@@ -259,8 +259,8 @@ __device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStore
     const auto end_turn = [&] {
         if constexpr (kTurns) ptx::named_barrier_arrive<256>(4 - group);
     };
-    // `here` and `anew` are needed because long heads leave no registers in which the compiler could keep the descriptor of every step
-    // and the limits of masks.
+    // `here` and `anew` make the compiler recompute addresses, because long heads
+    // leave no registers for the descriptors of all steps and the limits of masks.
     const auto begin_scores = [&] {
         ptx::barrier_wait(shared.q_full[at.stage], at.parity);
         ptx::wgmma_fence();
@@ -375,8 +375,8 @@ __device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStore
     if (group == 0) begin_turn();
     ptx::wgmma_pin(dv);
     ptx::wgmma_pin(dk);
-    // From here on no warp of the warpgroup reads its keys and values any more, so the results are staged in their
-    // memory.
+    // From here on no warp of the warpgroup reads the warpgroup's keys and values
+    // any more, so the results are staged in the memory of the keys and values.
     ptx::named_barrier_wait<128>(1 + group);
     const int row = work.row + warp * 16;
     store_warp_rows<kValueDim>(shared.v[group] + warp % 4 * 16 * kValueDim * 2, map_dv, dv, 1.0f, 1.0f, work.kv_head, row, work.sequence);

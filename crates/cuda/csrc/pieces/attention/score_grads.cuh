@@ -1,9 +1,9 @@
-// dS of attention in memory, and dq = scale · dS · k computed from it. The kernel for the gradients of keys and values writes dS.
+// dS of attention in memory, and dq = scale · dS · k, which is computed from dS. The kernel for the gradients of keys and values writes dS.
 //
-// dS of a head is stored in BF16 in tiles of 64 keys by 64 queries. A key's 64 queries are contiguous and swizzled as TMA writes rows of
-// 128 bytes, so that a tile in shared memory is an MN-major operand. Four tiles of the same 64 keys form a block of 256 queries. Blocks
-// are ordered by queries, then by keys, up to the last key that the block's last query sees. Elements beyond the causal mask, the windows
-// or the sequence are not written; kernels read them but do not use them.
+// dS of a head is stored in BF16 in tiles of 64 keys by 64 queries. The 64 queries of a key are contiguous, in the swizzle
+// that TMA uses for rows of 128 bytes, so that a tile in shared memory is an MN-major operand. Four tiles of the same 64 keys
+// form a block of 256 queries. Blocks are ordered by queries, then by keys, up to the last key that the block's last query
+// sees. Elements outside the causal mask, the windows or the sequence are not written; kernels read them but do not use them.
 #pragma once
 #include "pieces/attention/attention_ring.cuh"
 
@@ -19,8 +19,8 @@ __host__ __device__ __forceinline__ u64 score_grad_bytes(int seq_len) {
     return blocks * (blocks + 1) / 2 * (kBlockTiles * kBlockTiles * kScoreTileBytes);
 }
 
-/// The position at which a tile starts. The keys are no later than the last query of the tile's
-/// block.
+/// Returns the position at which a tile starts. The keys must
+/// not be later than the last query of the tile's block.
 __device__ __forceinline__ u64 score_tile(int key_tile, int query_tile) {
     const u32 block = query_tile / kBlockTiles;
     return u64((block * (block + 1) / 2 * kBlockTiles + key_tile) * kBlockTiles + query_tile % kBlockTiles) * kScoreTileBytes;
@@ -43,12 +43,12 @@ __device__ __forceinline__ void store_score_grads(u8* staged, const u32 (&ds)[kG
     }
 }
 
-/// The queries of a CTA: two blocks of a head, chosen so that all CTAs process the same number of
-/// keys.
+/// The queries of a CTA: two blocks of a head, which are
+/// chosen so that all CTAs process the same number of keys.
 struct QueryWork {
     int sequence, head;
     int blocks[2];          // the second is negative if the CTA has only one block
-    const u8* score_grads;  // dS of the head
+    const u8* score_grads;  // dS of the CTA's head
 };
 
 /// The number of warpgroups that run `query_grads_of`. Each warpgroup has two tiles of a block.
@@ -68,7 +68,7 @@ struct QueryGradsShared {
 struct KeyRange {
     int first, last;
 
-    /// The key tiles that a block of queries sees. Loading and math warps both use this range, whatever first_key contains.
+    /// Returns the key tiles that a block of queries sees. Loading and math warps both use this range, so they agree whatever first_key contains.
     template <bool kWindowed>
     static __device__ __forceinline__ KeyRange of_block(const AttentionSizes& sizes, const int* first_key, int sequence, int block) {
         const int first = first_key_of<kWindowed>(first_key, sizes, sequence, block * kBlockRows) / kGroupRows;
@@ -76,7 +76,7 @@ struct KeyRange {
     }
 };
 
-/// Fills the ring of keys and dS, from the last keys to the first; one thread calls this function.
+/// Fills the ring with keys and dS, from the last keys to the first; one thread calls this function.
 template <bool kWindowed, int kDim>
 __device__ __forceinline__ void feed_score_grads(QueryGradsShared<kDim>& shared, const TensorMap& map_k, const AttentionSizes& sizes,
                                                  const int* first_key) {
@@ -98,8 +98,8 @@ __device__ __forceinline__ void feed_score_grads(QueryGradsShared<kDim>& shared,
     }
 }
 
-/// Computes dq of a warpgroup's queries: tiles 2 · group and 2 · group + 1 of each block. `warp` is the index among the warps of
-/// the math warpgroups.
+/// Computes dq for the queries of a warpgroup, which are tiles 2 · group and 2 ·
+/// group + 1 of each block. `warp` is the index of the warp among the math warps.
 template <bool kWindowed, int kDim>
 __device__ __forceinline__ void query_grads_of(QueryGradsShared<kDim>& shared, const TensorMap& map_dq, const AttentionSizes& sizes,
                                                const int* first_key, int warp) {

@@ -15,21 +15,21 @@ namespace nib {
 
 template <class In, class E, bool kF32Scales>
 struct alignas(16) ColumnShared {
-    static constexpr int kBlocks = kTile / E::kBlock;  // blocks along a side of the tile
+    static constexpr int kBlocks = kTile / E::kBlock;  // number of blocks along a side of the tile
     u8 input[kTile][kTile * In::kBytes];
     ColumnTile tile;
     ScaleOf<kF32Scales> row_scales[kBlocks][kTile];
     float inverse[kBlocks][kTile];   // factors of columns, in the order of inverse_place
-    u32 maxima[8][In::kWords * 16];  // maximum of each column over each warp's rows
+    u32 maxima[8][In::kWords * 16];  // the maximum of each column over the rows of each warp
     u32 total[3];
 };
 
-/// The index at which column `col`'s inverse is stored. The inverses of the first four of a thread's eight columns
-/// are contiguous with those of the adjacent threads' first four; so are the inverses of the other four.
+/// Returns the index at which the inverse of column `col` is stored. The inverses of the first four of a thread's eight
+/// columns are contiguous with those of the adjacent threads' first four; the same holds for the last four columns.
 __device__ __forceinline__ int inverse_place(int col) { return col % 8 / 4 * 64 + col / 8 * 4 + col % 4; }
 
-/// One bit for each of this lane's kRows rows, which says whether the row is valid. A warp has 2 · kRows rows from
-/// `first` on; lanes 0 to 15 have the first half of them.
+/// Returns one bit for each of this lane's kRows rows, which says whether the row is valid.
+/// A warp has 2 · kRows rows from `first` on; lanes 0 to 15 have the first kRows rows.
 template <int kRows>
 __device__ __forceinline__ u32 rows_of_lane(const int* __restrict__ row_id, int first, int rows) {
     const int lane = threadIdx.x % 32, row = first + lane % (2 * kRows);
@@ -37,9 +37,9 @@ __device__ __forceinline__ u32 rows_of_lane(const int* __restrict__ row_id, int 
     return __ballot_sync(kAllLanes, counts) >> (lane & 16 ? kRows : 0);
 }
 
-/// Starts asynchronous copies of kRows rows of eight columns to this thread's own place in shared memory. The copies
-/// need no registers, so all of them are in flight at once. Rows whose bit in `counted` is 0 become zeros and are not
-/// read.
+/// Starts asynchronous copies of kRows rows of eight columns to the part of shared
+/// memory that belongs to this thread. The copies need no registers, so all of them are
+/// in flight at once. Rows whose bit in `counted` is 0 become zeros and are not read.
 template <class In, int kRows>
 __device__ __forceinline__ void fetch_rows(u8* mine, const u8* from, u64 row_bytes, u32 counted) {
 #pragma unroll
@@ -51,7 +51,7 @@ __device__ __forceinline__ void fetch_rows(u8* mine, const u8* from, u64 row_byt
     }
 }
 
-/// The largest magnitude of each of eight columns over the sixteen rows of a warp.
+/// Computes the largest magnitude of each of eight columns over the sixteen rows of a warp.
 template <class In>
 __device__ __forceinline__ typename In::Magnitudes columns_of_warp(const typename In::Eight (&in)[8]) {
     typename In::Magnitudes largest = In::magnitudes(in[0]);
@@ -67,9 +67,9 @@ __device__ __forceinline__ typename In::Magnitudes columns_of_warp(const typenam
     return largest;
 }
 
-/// The scales of eight rows over a panel of 128 columns (kHeld = 1), or over each 32 columns of the panel (kHeld = 2).
-/// kHeld = 1: among sixteen lanes, lanes 2r and 2r + 1 have the scale of row r. kHeld = 2: among four lanes, lane r has
-/// the scales of rows 2r and 2r + 1.
+/// The scales of eight rows, each over a panel of 128 columns (kHeld = 1) or over each 32
+/// columns of the panel (kHeld = 2). kHeld = 1: among sixteen lanes, lanes 2r and 2r + 1 have
+/// the scale of row r. kHeld = 2: among four lanes, lane r has the scales of rows 2r and 2r + 1.
 template <class In, class E, bool kF32Scales>
 struct RowScales {
     static constexpr int kHeld = E::kBlock == kTile ? 1 : 2;
@@ -83,14 +83,14 @@ struct RowScales {
         for (int i = 0; i < kHeld; ++i) scale[i] = scale_of<E, kF32Scales>(amax[i], rule);
     }
 
-    /// The inverse of row j of the eight rows.
+    /// Returns the inverse of row j of the eight rows.
     __device__ __forceinline__ float inverse_of(int j, int lane) const {
         if constexpr (kHeld == 1) return __shfl_sync(kAllLanes, scale[0].inverse, (lane & 16) | j * 2);
         return __shfl_sync(kAllLanes, scale[j % kHeld].inverse, (lane & 28) | j / 2);
     }
 
-    /// Writes the scales to those of the 128 x 128 tile, from row `first_row` on, and counts their blocks. `present`
-    /// says whether this thread's columns exist.
+    /// Writes the scales to the scales of the 128 x 128 tile, from row `first_row`
+    /// on, and counts the blocks. `present` says whether this thread's columns exist.
     template <class Round>
     __device__ __forceinline__ void put(ScaleOf<kF32Scales> (*of_square)[kTile], int first_row, bool present, int lane, Tally& tally) const {
         if (kHeld == 1 && lane % 2 != 0) return;
@@ -105,8 +105,8 @@ struct RowScales {
     }
 };
 
-/// Transposes codes of eight rows of eight columns and stores them at `place` of a tile. If two codes share a byte,
-/// the four bytes of a column fill half a slot.
+/// Transposes codes of eight rows of eight columns, and stores them at `place` in a tile.
+/// If two codes share a byte, the four bytes of a column fill half of an 8-byte slot.
 __device__ __forceinline__ void turn_codes(u32 (&codes)[8], u8* place) {
     // Swaps half-words across the diagonal, then bytes, then nibbles.
 #pragma unroll
@@ -151,11 +151,11 @@ __device__ __forceinline__ void clear_column(uint2 (&codes)[8], int i) {
     }
 }
 
-/// Stores the first `left` bytes, a multiple of 16, of each of the `lines` existing columns of a transposed tile. The
-/// first column is stored at `to`. With kTally, counts the blocks of E that have a non-zero code.
+/// Stores the first `left` bytes (a multiple of 16) of each of the `lines` existing columns of a transposed tile.
+/// The first column is stored at `to`. With kTally, the function counts the blocks of E that have a non-zero code.
 template <class E, bool kTally, int kThreads, class Tile>
 __device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_bytes, int lines, int left, Tally& tally) {
-    constexpr int kLines = kThreads / 8;  // columns stored at a time
+    constexpr int kLines = kThreads / 8;  // number of columns that are stored at a time
     const int chunk = threadIdx.x % 8, lane = threadIdx.x % 32, first_line = threadIdx.x / 8;
     if (chunk * 16 >= left) lines = 0;
     to += first_line * line_bytes + chunk * 16;

@@ -1,22 +1,22 @@
-// A tile of 128 x 128 one-byte codes, transposed in shared memory. Writes store eight rows of a column at a time;
-// reads load sixteen rows.
+// A tile of 128 x 128 one-byte codes, which shared memory holds transposed. A
+// write stores eight rows of a column at a time, and a read loads sixteen rows.
 //
-// Column c occupies 128 bytes, 16 slots of 8 bytes. Octet o (rows 8o .. 8o + 7) of a column is in slot 2·((o / 2) ^ (c
-// / 8 % 8)) + (o % 2 ^ c / 64). If the 16 lanes of a half-warp differ in c / 8, they write without bank conflicts.
-// Eight lanes that read a column's eight 16-byte chunks have no bank conflicts either.
+// Column c has 128 bytes, which are 16 slots of 8 bytes. Octet o (rows 8o .. 8o + 7) of the column is in slot
+// 2·((o / 2) ^ (c / 8 % 8)) + (o % 2 ^ c / 64). If the 16 lanes of a half-warp differ in c / 8, they write without
+// bank conflicts. Eight lanes that read the eight 16-byte chunks of a column have no bank conflicts either.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
 
-constexpr int kTile = 128;  // rows and columns of a tile; also the size of an FP8 block
+constexpr int kTile = 128;  // number of rows and of columns of a tile; also the size of an FP8 block
 
 struct ColumnTile {
     u8 bytes[kTile * kTile];
 
-    /// Address of rows 8·octet to 8·octet + 7 of column `col`, which is a multiple of 8. The address of each of the
-    /// next seven columns is kTile bytes higher.
+    /// Returns the address of rows 8·octet to 8·octet + 7 of column `col`, which is a
+    /// multiple of 8. The address of each of the next seven columns is kTile bytes higher.
     __device__ __forceinline__ u8* place(int col, int octet) {
         const int chunk = octet / 2 ^ (col / 8 % 8);
         const int half = (octet ^ col / 64) & 1;
@@ -29,9 +29,9 @@ struct ColumnTile {
         return col < kTile / 2 ? v : uint4{v.z, v.w, v.x, v.y};
     }
 
-    /// Stores the whole tile, `stride` bytes apart for adjacent columns: columns 0 to 63 from `low` on, and the
-    /// others from `high` on. `low_left` and `high_left` are the numbers of columns that exist. All `kThreads`
-    /// threads call this function, after a barrier.
+    /// Stores the whole tile; adjacent columns are `stride` bytes apart. Columns 0 to 63 are stored
+    /// from `low` on, and columns 64 to 127 from `high` on. `low_left` and `high_left` are the
+    /// numbers of columns that exist. All `kThreads` threads call this function, after a barrier.
     template <int kThreads>
     __device__ __forceinline__ void store(u8* low, int low_left, u8* high, int high_left, u64 stride) const {
         const int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
@@ -49,8 +49,8 @@ struct ColumnTile {
         }
     }
 
-    /// Stores the whole tile to `codes`, whose columns are `stride` bytes apart; column 0 goes to column `first_col`, and row 0 to
-    /// that column's byte `first_row`. Columns from `cols` on do not exist.
+    /// Stores the whole tile to `codes`, whose columns are `stride` bytes apart. Column 0 of the tile goes to
+    /// column `first_col`, and row 0 to byte `first_row` of that column. Columns from `cols` on do not exist.
     template <int kThreads>
     __device__ __forceinline__ void store(u8* codes, int first_col, int cols, u64 stride, int first_row) const {
         u8* const low = codes + first_col * stride + first_row;
@@ -68,7 +68,7 @@ struct TilePlace {
     __device__ __forceinline__ TilePlace(int cols, int capacity, int band)
         : TilePlace(blockIdx.x, ceil_div(cols, kTile), capacity / kTile, band) {}
 
-    /// The place of tile `index`.
+    /// Returns the place of tile `index`.
     __device__ __forceinline__ TilePlace(int index, int across, int down, int band) : across(across), down(down) {
         const int first = index / (band * across) * band;
         const int height = min(band, down - first);
@@ -88,8 +88,8 @@ __device__ __forceinline__ void turn_4x4(const u32 (&row)[4], u32 (&col)[4]) {
     col[3] = __byte_perm(c, d, 0x7632);
 }
 
-/// Transposes codes of eight rows of eight columns and writes them to `place` of a ColumnTile. four_cols[0] has the
-/// first four columns of each row, and four_cols[1] the other four.
+/// Transposes codes of eight rows of eight columns and writes them to `place` in a ColumnTile.
+/// four_cols[0] has the first four columns of each row, and four_cols[1] the last four.
 __device__ __forceinline__ void turn_8x8(const u32 (&four_cols)[2][8], u8* place) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

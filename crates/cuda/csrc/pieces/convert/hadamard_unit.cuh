@@ -1,6 +1,6 @@
-// Shared code of the kernels with a Hadamard transform: a unit is the 64 values that a lane holds in registers. A
-// unit is one transform block, several shorter blocks, or half of a block of 128, whose other half the neighbouring
-// lane has.
+// Shared code of the kernels with a Hadamard transform. A unit is the 64 values
+// that a lane holds in registers. A unit is one transform block, several shorter
+// blocks, or half of a block of 128; the neighbouring lane has the other half.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -12,7 +12,7 @@
 
 namespace nib {
 
-/// The F32 bits of the largest magnitude.
+/// Returns the F32 bits of the largest magnitude.
 template <int kCount>
 __device__ __forceinline__ u32 largest_magnitude(const F32::Eight (&x)[kCount]) {
     u32 largest = 0;
@@ -25,7 +25,7 @@ __device__ __forceinline__ u32 largest_magnitude(const F32::Eight (&x)[kCount]) 
     return largest;
 }
 
-/// Puts the codes of the unit's values 8i to 8i + 7 into `words`.
+/// Writes the codes of the unit's values 8i to 8i + 7 to `words`.
 template <int kCount>
 __device__ __forceinline__ void put_words(u32 (&words)[kCount], int i, u32 codes) {
     words[i] = codes;
@@ -36,15 +36,15 @@ __device__ __forceinline__ void put_words(u32 (&words)[kCount], int i, uint2 cod
     words[2 * i + 1] = codes.y;
 }
 
-/// Codes and scales of a unit: two blocks of 32 values, or half a block of 128 values, whose other half the
-/// neighbouring lane has.
+/// The codes and scales of a unit, which is two blocks of 32 values, or
+/// half of a block of 128 values. The neighbouring lane has the other half.
 template <class E, class Round>
 struct UnitCodes {
     static constexpr int kBlocks = E::kBlock < kUnit ? kUnit / E::kBlock : 1, kLanes = E::kBlock * kBlocks / kUnit;
     static constexpr int kEights = kUnit / kBlocks / 8, kWords = kUnit * E::kCodeBits / 32;
     u32 words[kWords];
     u8 scales[kBlocks];
-    u32 non_zero, non_finite;  // numbers of blocks; if two lanes share a block, both count it
+    u32 non_zero, non_finite;  // numbers of blocks; if two lanes share a block, both lanes count it
 
     __device__ __forceinline__ static UnitCodes zeros() { return {{}, {}, 0, 0}; }
 
@@ -54,7 +54,7 @@ struct UnitCodes {
     __device__ __forceinline__ void encode(float (&x)[kUnit], float factor, PowerRule rule, const Round& round, const Bits& bits_of) {
         butterflies(x, kLen);
         if constexpr (kLen > kUnit) {
-            // The upper lane's result is its partner's value minus its own value.
+            // The upper lane's result is the value of its partner minus its own value.
             const float own = threadIdx.x & 1 ? -1.0f : 1.0f;
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) x[i] = __fmaf_rn(x[i], own, __shfl_xor_sync(kAllLanes, x[i], 1));

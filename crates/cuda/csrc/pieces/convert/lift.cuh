@@ -1,8 +1,8 @@
-// Conversion of E2M1 codes under one power-of-two scale to E4M3 codes under another, for kernels that lift and kernels that quantize. The
-// CPU twin is crates/formats/src/lift.rs.
+// Converts E2M1 codes with one power-of-two scale to E4M3 codes with another power-of-two scale, for
+// kernels that lift and kernels that quantize. The CPU implementation is crates/formats/src/lift.rs.
 //
-// If a source scale is at most 2^11 times smaller than the largest, its values are normal in E4M3, and each factor of two adds 8 to their
-// codes. Such blocks use plain arithmetic. Other blocks are rare and use a lookup table.
+// If a source scale is at most 2^11 times smaller than the largest source scale, its values are normal in E4M3, and each
+// factor of two adds 8 to their codes. Such blocks need only integer arithmetic. Other blocks are rare and use a lookup table.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
@@ -10,16 +10,16 @@
 
 namespace nib {
 
-/// The E4M3 codes to which E2M1 codes are mapped under one pair of scales. The instruction PRMT looks up
-/// four codes at a time in `magnitudes`.
+/// The E4M3 codes to which E2M1 codes are mapped for one pair of scales.
+/// The instruction PRMT looks up four codes at a time in `magnitudes`.
 struct alignas(16) Lift {
     uint2 magnitudes;  // E4M3 codes of the eight magnitudes
     u32 signs;         // 0x80808080; 0 for a NaN, whose codes lose their signs
     u32 changed;       // bit c is set if magnitude c changes its value
 };
 
-/// The lookup table has one entry for each source - target = -32 .. 6, and one entry for a NaN
-/// source.
+/// The lookup table has one entry for each difference source
+/// - target from -32 to 6, and one entry for a NaN source.
 constexpr int kLiftFar = 32;
 constexpr u32 kLiftNan = kLiftFar + 7;
 constexpr int kLifts = kLiftFar + 8;
@@ -35,7 +35,7 @@ struct LiftTable {
     Lift entry[kLifts];
 };
 
-/// The E4M3 code of halves / 2 · 2^octaves, rounded to nearest even, and whether the value changed.
+/// Returns the E4M3 code of halves / 2 · 2^octaves, rounded to nearest even, and whether the value changed.
 struct LiftedCode {
     u32 code;
     bool changed;
@@ -73,29 +73,29 @@ __host__ __device__ constexpr LiftTable make_lifts() {
 
 __device__ constexpr LiftTable kLiftTable = make_lifts();
 
-/// The table index for a source scale and a target scale that is at most 2^6 times smaller.
+/// Returns the table index for a source scale and a target scale; the target scale is at most 2^6 times smaller.
 __device__ __forceinline__ u32 lift_index(u32 source, int target) {
     return source == kScaleNan ? kLiftNan : u32(max(int(source) - target, -kLiftFar) + kLiftFar);
 }
 
 __device__ __forceinline__ bool lifts_to_normal(u32 entry) { return entry - kLiftNormal < kLiftNan - kLiftNormal; }
 
-/// Converts four of a word's eight E2M1 codes to E4M3: the first four, or with kHigh the last four.
+/// Converts four of a word's eight E2M1 codes to E4M3: the first four codes, or with kHigh the last four.
 template <bool kHigh>
 __device__ __forceinline__ u32 lift_four(u32 codes, const uint2& magnitudes, u32 signs) {
     const u32 selector = (kHigh ? codes >> 16 : codes) & 0x7777;
-    // Moves a nibble's sign to the top of a byte. For even codes the shift by a nibble moves the sign
-    // there.
+    // Moves the sign of a nibble to the top of a byte. For even
+    // codes, the shift by one nibble also moves the sign to the top.
     const u32 sign = __byte_perm(codes, codes << 4, kHigh ? 0x3726 : 0x1504);
     return __byte_perm(magnitudes.x, magnitudes.y, selector) | (sign & signs);
 }
 
-/// Converts four codes; `low` and `high` hold the results for the eight magnitudes, and all signs
-/// are kept.
+/// Converts four codes. `low` and `high` hold the results
+/// for the eight magnitudes, and all signs are kept.
 template <bool kHigh>
 __device__ __forceinline__ u32 lift_word(u32 codes, u32 low, u32 high) {
     const u32 selector = kHigh ? (codes & E2m1::kMagnitudes) >> 16 : codes & E2m1::kMagnitudes;
-    // Moves a nibble's sign to the top of a byte, as in lift_four.
+    // Moves the sign of a nibble to the top of a byte, by the method of lift_four.
     return __byte_perm(low, high, selector) | (__byte_perm(codes, codes << 4, kHigh ? 0x3726 : 0x1504) & kEachSign);
 }
 
@@ -106,7 +106,7 @@ struct BlockLift {
     u32 signs;
 
     __device__ __forceinline__ BlockLift(u32 source, int target) : BlockLift(lift_index(source, target)) {}
-    /// Takes the results from an entry of the lookup table.
+    /// Takes the results from one entry of the lookup table.
     __device__ __forceinline__ explicit BlockLift(u32 entry) : signs(kEachSign) {
         const u32 rise = (entry - kLiftNormal) * kLiftOctave;
         magnitudes = {kLiftLow + (rise & 0xFFFFFF00), kLiftHigh + rise};
@@ -124,7 +124,7 @@ struct BlockLift {
     }
 };
 
-/// Whether the value of any of these codes changed.
+/// Returns whether the value of any of these codes changed.
 __device__ __forceinline__ bool any_changed(u32 codes, u32 changed) {
     u32 seen = 0;
 #pragma unroll 1  // rare, so unrolling is not worth the instructions
@@ -132,17 +132,17 @@ __device__ __forceinline__ bool any_changed(u32 codes, u32 changed) {
     return (seen & changed) != 0;
 }
 
-/// byte + 1, but 0 for the NaN, 0xFF, so that a maximum ignores NaN.
+/// Returns byte + 1, but 0 for the NaN 0xFF, so that a maximum ignores NaN.
 __device__ __forceinline__ u32 above_nan(u32 byte) { return (byte + 1) & 0xFF; }
 
-/// `above_nan` of bytes 0 and 2 of a word, in the word's halves.
+/// Computes `above_nan` of bytes 0 and 2 of a word; the results are the two halves of a word.
 __device__ __forceinline__ u32 above_nan_x2(u32 bytes) { return ((bytes & 0x00FF00FF) + 0x00010001) & 0x00FF00FF; }
 
-/// Target scale byte of a lift, from the largest `above_nan` of its source scales: the largest source byte minus 6,
-/// but at least 0.
+/// Returns the target scale byte of a lift, from the largest `above_nan` of its
+/// source scales. The target is the largest source byte minus 6, but at least 0.
 __device__ __forceinline__ int lift_target(u32 largest_above_nan) { return max(int(largest_above_nan) - 7, 0); }
 
-/// Loads four scale bytes; bytes from the `left`-th on are 0xFF.
+/// Loads four scale bytes; from the `left`-th on, bytes are 0xFF.
 template <bool kWhole>
 __device__ __forceinline__ u32 load_scales(const u8* from, int left) {
     if constexpr (kWhole) return __ldg(reinterpret_cast<const u32*>(from));

@@ -14,11 +14,11 @@ namespace nib {
 constexpr int kRowThreads = 128;
 constexpr int kChunkCols = 256;
 
-/// How many groups of eight columns a lane processes at a time; registers are the limit.
+/// The number of groups of eight columns that a lane processes at a time. It is limited by registers.
 template <class In, class Round>
 constexpr int row_chunks = In::kBytes == 2 && !Round::kDraws ? 8 : 4;
 
-/// Stores the codes of eight columns, except those from the `left`-th on.
+/// Stores the codes of the first `left` of eight columns.
 template <class E, bool kAligned>
 __device__ __forceinline__ void store_codes(u8* to, int left, typename E::Eight codes) {
     if constexpr (E::kCodeBits == 4) {
@@ -33,8 +33,8 @@ __device__ __forceinline__ void store_codes(u8* to, int left, typename E::Eight 
     }
 }
 
-/// Stores 16 bytes of codes, all of one block: a lane's adjacent groups of eight columns, except columns from
-/// the `left`-th on. is_aligned: rows start at multiples of 16 bytes.
+/// Stores 16 bytes of codes of one block, which are a lane's adjacent groups of eight
+/// columns, up to the `left`-th column. is_aligned: rows start at multiples of 16 bytes.
 __device__ __forceinline__ void store_together(u8* to, int left, bool is_aligned, const uint2 (&codes)[2]) {
     if (is_aligned) {
         if (left > 0) ptx::store_16(to, {codes[0].x, codes[0].y, codes[1].x, codes[1].y});
@@ -47,8 +47,8 @@ __device__ __forceinline__ void store_together(u8* to, int left, bool, const u32
     if (left > 0) ptx::store_16(to, {codes[0], codes[1], codes[2], codes[3]});
 }
 
-/// The F32 bits of the largest magnitude of 32 values. The function takes fewer instructions than In::block_maxima, for
-/// kernels that are bound by instructions.
+/// Returns the F32 bits of the largest magnitude of 32 values. The function takes fewer
+/// instructions than In::block_maxima, for kernels that are limited by instructions.
 __device__ __forceinline__ u32 largest_bits(const Bf16::Eight (&x)[4]) {
     u32 two = 0;
 #pragma unroll
@@ -59,7 +59,7 @@ __device__ __forceinline__ u32 largest_bits(const Bf16::Eight (&x)[4]) {
     return max(two << 16 & 0x7FFFFFFF, two & 0x7FFF0000);
 }
 
-/// Returns of[i] for an index known only at run time, without indexing registers.
+/// Returns of[i] for an index that is known only at run time, without indexing registers.
 template <class Stored, int kCount>
 __device__ __forceinline__ Stored pick(const Stored (&of)[kCount], int i) {
     Stored picked = of[0];
@@ -68,21 +68,21 @@ __device__ __forceinline__ Stored pick(const Stored (&of)[kCount], int i) {
     return picked;
 }
 
-/// How a warp divides a segment of a row. A lane processes `kTogether` adjacent groups of eight columns at a time,
-/// whose codes are 16 bytes. In MXFP4, 16 bytes of codes are a whole block, so lanes need not exchange their maxima.
+/// How the lanes of a warp divide a segment of a row. A lane processes `kTogether` adjacent groups of eight columns at a
+/// time, whose codes are 16 bytes. In MXFP4, 16 bytes of codes are a whole block, so lanes need not exchange their maxima.
 template <class E, int kChunks>
 struct RowLayout {
     static constexpr int kTogether = 16 / E::kCodeBits;
-    static constexpr int kHeld = kChunks / kTogether;             // blocks of which a lane has a part
-    static constexpr int kLanes = E::kBlock / (8 * kTogether);    // lanes that share a block
-    static constexpr int kStride = kChunkCols * kTogether;        // columns from one of a lane's blocks to its next block
+    static constexpr int kHeld = kChunks / kTogether;             // number of blocks of which a lane has a part
+    static constexpr int kLanes = E::kBlock / (8 * kTogether);    // number of lanes that share a block
+    static constexpr int kStride = kChunkCols * kTogether;        // number of columns from one of a lane's blocks to its next block
     static constexpr int kSegmentCols = kChunks * kChunkCols;
 
-    /// Columns from the lane's first column to its chunk i.
+    /// Returns the number of columns from the lane's first column to its chunk i.
     __device__ __forceinline__ static constexpr int col_of(int i) { return i / kTogether * kStride + i % kTogether * 8; }
 
-    /// Stores the scales of a segment of a row that has `blocks` blocks. Each of the lanes that share blocks stores the
-    /// scale of one block, so that adjacent scales are stored together.
+    /// Stores the scales of a segment of a row that has `blocks` blocks. Each lane of the lanes that
+    /// share blocks stores the scale of one block, so that adjacent scales are stored together.
     template <class Stored>
     __device__ __forceinline__ static void store_scales(Stored* row, u32 segment, int blocks, const Stored (&of)[kHeld]) {
         const int lane = threadIdx.x % 32, mine = lane % kLanes;

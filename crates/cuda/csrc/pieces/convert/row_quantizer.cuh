@@ -1,19 +1,19 @@
-// Quantization along the rows for any destination of the codes; shared by quantize_rows and quantize_pack.
+// Quantizes along the rows for any destination of the codes. quantize_rows and quantize_pack share this code.
 #pragma once
 #include "pieces/convert/row_codes.cuh"
 
 namespace nib {
 
-/// CTAs per SM of a kernel that quantizes along the rows.
+/// The number of CTAs per SM, for a kernel that quantizes along the rows.
 template <class In, class Round>
 constexpr int kRowCtas = row_chunks<In, Round> == 8 ? 6 : 8;
 
-/// Several rows that are passed as one row, some of which may be padding. `row_id` has the id of each row; it is null if rows
-/// are not passed so, or if all rows are valid.
+/// Several rows that are passed as one row, some of which may be padding. `row_id` has the
+/// id of each row; it is null if rows are passed separately, or if all rows are valid.
 struct FoldedRows {
     const int* row_id;
     Divider by_cols;
-    u32 cols;  // columns of each row
+    u32 cols;  // number of columns of each row
 };
 
 /// The source matrix, and the segments that a warp processes.
@@ -28,9 +28,9 @@ struct RowSource {
     FoldedRows folded;
 };
 
-/// Quantizes the segments of a warp in sequence. `sink` receives each segment through three calls: `begin(row, segment, col)` passes its
-/// start and this lane's first column; `put(h, codes, scale)` passes the codes of the lane's h-th block; `end(scales)` passes the scales
-/// of all its blocks. `total` is shared memory that no other code uses.
+/// Quantizes the segments of a warp in sequence. `sink` receives each segment through three calls: `begin(row, segment,
+/// col)` passes the segment's start and this lane's first column; `put(h, codes, scale)` passes the codes of the lane's
+/// h-th block; `end(scales)` passes the scales of all the lane's blocks. `total` is shared memory that no other code uses.
 template <class In, class E, bool kF32Scales, class Round, class Sink>
 __device__ __forceinline__ void quantize_segments(const RowSource& of, u64* counts, u32 (&total)[3], PowerRule rule, const Round& round, Sink& sink) {
     constexpr int kChunks = row_chunks<In, Round>;

@@ -6,9 +6,9 @@
 // columns. So a warp stores 256 bytes of each of two columns at a time; storing 128 bytes of each of four columns was
 // 1 to 2 % slower.
 //
-// A column has one scale byte per strip, which is the same for all columns of a source block. Scales are stored strip
-// by strip, [capacity / 128][stride]. In column order, storing this one byte would cost as much as storing 128 codes
-// of a column.
+// A column has one scale byte per strip, which is the same for all columns of a source block.
+// Scales are stored strip by strip, [capacity / 128][stride]. If scales were stored column by
+// column, storing this one byte would cost as much as storing 128 codes of a column.
 #pragma once
 #include "formats/e8m0.cuh"
 #include "math/reduce.cuh"
@@ -37,26 +37,26 @@ struct Strips {
     __device__ __forceinline__ int at(int i) const { return first + i; }
 };
 
-/// A lane's part of a warp's rows and columns.
+/// The part of a warp's rows and columns that a lane has.
 struct TurnLane {
     int lane = threadIdx.x % 32;
     int strip = lane / 16, group = lane / 2;  // index among the groups of 16 rows of both strips
     bool odd = lane % 2 == 1;
 
-    /// The first column of the lane. A lane has eight columns from its first column on, and eight more from kSecond
-    /// columns further on.
+    /// Returns the first column of the lane. A lane has eight columns from its
+    /// first column on, and eight more columns that start kSecond columns further.
     static constexpr int kSecond = 16;
     __device__ __forceinline__ int col() const { return threadIdx.x / 32 * 32 + lane % 2 * 8; }
 
     /// The first of the lane's 16 rows, within its strip.
     __device__ __forceinline__ int row() const { return group % kGroups * kGroupRows; }
 
-    /// Loads the scales of eight rows of a strip. A lane processes the scales of half of the 16 rows that it and
-    /// its neighbour transpose.
+    /// Loads the scales of eight rows of a strip. A lane and its neighbour transpose
+    /// the same 16 rows, and each of them processes the scales of eight rows.
     __device__ __forceinline__ uint2 scales(const u8* of_strip) const { return *reinterpret_cast<const uint2*>(of_strip + lane % 16 * 8); }
 
-    /// The largest `above_nan` of a strip's scales; each of the strip's lanes contributes eight
-    /// scales.
+    /// Returns the largest `above_nan` of a strip's scales.
+    /// Each lane of the strip contributes eight scales.
     __device__ __forceinline__ u32 largest_above_nan(uint2 bytes) const {
         u32 largest = 0;
 #pragma unroll
@@ -67,7 +67,7 @@ struct TurnLane {
         return strip == 0 ? first : second;
     }
 
-    /// Stores the scale byte of two of the warp's columns, in this lane's strip.
+    /// Stores the scale bytes of two of the warp's columns, in this lane's strip.
     __device__ __forceinline__ void store_scale(u8* __restrict__ out_scales, u32 scale, const Strips& strips, int first_col, int cols,
                                                 int stride) const {
         const int col = first_col + threadIdx.x / 32 * 32 + lane % 16 * 2;
@@ -80,8 +80,8 @@ struct TurnLane {
         }
     }
 
-    /// Combines this lane's results for the scales of eight rows with its neighbour's for the other eight rows:
-    /// `all` has all 16 rows in order.
+    /// Combines this lane's results for the scales of eight rows with the neighbour's
+    /// results for the other eight rows. `all` has the results of all 16 rows in order.
     template <int kCount>
     __device__ __forceinline__ void exchange(const u32 (&mine)[kCount], u32 (&all)[2 * kCount]) const {
 #pragma unroll
@@ -134,8 +134,8 @@ struct Fetcher {
     }
     __device__ __forceinline__ bool is_valid(int i, int row) const { return shared.valid[i][row / 32] >> (row % 32) & 1; }
 
-    /// Starts the asynchronous copies. Invalid rows become zeros; a strip that does not exist is
-    /// skipped.
+    /// Starts the asynchronous copies. Invalid rows become
+    /// zeros. A strip that does not exist is skipped.
     __device__ __forceinline__ void fetch() const {
 #pragma unroll
         for (int i = 0; i < kMostDepth; ++i)

@@ -14,7 +14,7 @@ __device__ __forceinline__ void clamp_pairs(u32 (&words)[kWords], u32 limits) {
     for (int i = 0; i < kWords; ++i) words[i] = ptx::clamp_magnitude_bf16x2(words[i], limits);
 }
 
-/// The largest magnitude of kCount BF16 pairs, separately for each half. The signs of the result are undefined.
+/// Returns the largest magnitude of kCount BF16 pairs, separately for each half. The signs of the result are undefined.
 template <int kCount, int kWords>
 __device__ __forceinline__ u32 largest_of_pairs(const u32 (&words)[kWords], int first) {
     u32 largest = words[first];
@@ -23,7 +23,7 @@ __device__ __forceinline__ u32 largest_of_pairs(const u32 (&words)[kWords], int 
     return largest;
 }
 
-/// The magnitude in the low or the high half, as F32 bits.
+/// Returns the magnitude in the low or the high half of a word, as F32 bits.
 __device__ __forceinline__ u32 low_magnitude(u32 pair) { return pair << 16 & 0x7FFFFFFF; }
 __device__ __forceinline__ u32 high_magnitude(u32 pair) { return pair & 0x7FFF0000; }
 
@@ -44,7 +44,7 @@ struct Sixteen<F32> {
     }
     __device__ __forceinline__ float value(int i) const { return number[i]; }
 
-    /// The F32 bits of the largest magnitude of kCount of the values.
+    /// Returns the F32 bits of the largest magnitude of kCount of the values.
     template <int kCount>
     __device__ __forceinline__ u32 largest(int first) const {
         float largest = number[first];
@@ -70,7 +70,7 @@ struct Sixteen<Bf16> {
     /// Clamps all sixteen values to the limit.
     __device__ __forceinline__ void clamp(u32 limits) { clamp_pairs(pair, limits); }
 
-    /// The largest magnitude of kPairs pairs, separately for each half.
+    /// Returns the largest magnitude of kPairs pairs, separately for each half.
     template <int kPairs>
     __device__ __forceinline__ u32 largest_pair(int first) const {
         return largest_of_pairs<kPairs>(pair, first);
@@ -122,7 +122,7 @@ struct TwoColumns<Bf16> {
     /// Clamps each column to its limit.
     __device__ __forceinline__ void clamp(u32 limits) { clamp_pairs(row, limits); }
 
-    /// The largest magnitude of kCount rows, separately for each column.
+    /// Returns the largest magnitude of kCount rows, separately for each column.
     template <int kCount>
     __device__ __forceinline__ u32 largest_pair(int first) const {
         return largest_of_pairs<kCount>(row, first);
@@ -135,7 +135,7 @@ struct TwoColumns<Bf16> {
     }
 };
 
-/// 32 rows of two adjacent columns that a thread encodes: in shared memory, or in its registers.
+/// 32 rows of two adjacent columns that a thread encodes. They are either in shared memory or in the thread's registers.
 template <class Rows>
 struct SharedColumns {
     const Rows from;

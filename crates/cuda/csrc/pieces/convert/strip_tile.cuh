@@ -1,6 +1,6 @@
-// Quantizes a tile of 128 x 128 values, held in the registers of 512 threads, to E4M3 along the rows and down the
-// columns. A thread holds four rows of eight columns, a warp 16 rows of 64 columns. So two warps share a row, and
-// exchange the results of their half rows through shared memory.
+// Quantizes a tile of 128 x 128 values to E4M3 along the rows and down the columns. 512 threads hold
+// the values in registers: a thread holds four rows of eight columns, and a warp 16 rows of 64 columns.
+// So two warps share a row, and exchange the results of their half rows through shared memory.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e4m3.cuh"
@@ -29,10 +29,10 @@ struct StripTile {
     __device__ __forceinline__ int col() const { return int(panel) * kTile; }
 };
 
-/// Rows of a TMA box. A box that contains only padding is not loaded.
+/// The number of rows of a TMA box. A box that contains only padding is not loaded.
 constexpr int kBoxRows = 32;
 
-/// Bit i says whether any row of box i of the tile is valid. The whole warp calls this function.
+/// Returns a mask; bit i says whether any row of box i of the tile is valid. The whole warp calls this function.
 __device__ __forceinline__ u32 boxes_wanted(const int (&row_id)[kTile]) {
     const int lane = threadIdx.x % 32, in_box = lane % 8 * 4;  // each lane tests four rows
     const int4 id = *reinterpret_cast<const int4*>(row_id + lane / 8 * kBoxRows + in_box);
@@ -43,7 +43,7 @@ __device__ __forceinline__ u32 boxes_wanted(const int (&row_id)[kTile]) {
 
 /// A thread's position within a tile.
 struct StripThread {
-    int lane, half;  // lane in the warp; which half of the tile's columns
+    int lane, half;  // lane within the warp, and the half of the tile's columns
     int row, col;    // the thread's first row and first column
 
     __device__ __forceinline__ StripThread()
@@ -57,7 +57,7 @@ struct StripThread {
     __device__ __forceinline__ int in_rows() const { return threadIdx.x / 64 * 32 + lane; }
 };
 
-/// The largest |x|; a NaN if any value is NaN.
+/// Returns the largest |x|, or a NaN if any value is NaN.
 template <int kCount>
 __device__ __forceinline__ float largest_magnitude(const float (&x)[kCount]) {
     float largest = fabsf(x[0]);
@@ -82,7 +82,7 @@ __device__ __forceinline__ void join_lanes(float (&v)[kCount], int lane, Join jo
     }
 }
 
-/// The largest magnitudes of the columns of kMatrices tiles, one per 16 rows (the rows of a warp).
+/// The largest magnitude of each column of kMatrices tiles, over every 16 rows (the rows of a warp).
 template <int kMatrices>
 struct ColumnMaxima {
     static constexpr int kCount = kMatrices * kThreadCols;
@@ -97,8 +97,8 @@ struct ColumnMaxima {
         for (int i = 0; i < kCount / 4; ++i) to[i * 32] = largest[i];
     }
 
-    /// The largest magnitude of a column over all rows. `place` counts the columns of a half in the order 0, 8, 16,
-    /// ..., 1, 9, ..., as `column_at` says.
+    /// Returns the largest magnitude of a column over all rows. `place` counts the
+    /// columns of a half in the order 0, 8, 16, ..., 1, 9, ...; see `column_at`.
     __device__ __forceinline__ float at(int matrix, int place) const {
         const float* const from = &line[0][place / kWarpCols][matrix * kThreadCols][0] + place % kWarpCols;
         float largest[kTile / kWarpRows];
@@ -107,12 +107,12 @@ struct ColumnMaxima {
         return largest_magnitude(largest);
     }
 
-    /// The column at position `place` of that order.
+    /// Returns the column at position `place` of the order 0, 8, 16, ..., 1, 9, ...
     __device__ __forceinline__ static int column_at(int place) { return place / kWarpCols * kWarpCols + place % 8 * 8 + place / 8 % 8; }
 };
 
-/// The factor by which the values of each column are multiplied. A thread reads the factors of its first four
-/// columns, and then those of the other four.
+/// The factors by which the values of each column are multiplied. A thread reads the
+/// factors of its first four columns, and then the factors of its last four columns.
 struct ColumnInverses {
     float4 four[2][2][8];  // indexed by half of the tile, half of a thread's columns, and thread
 
@@ -162,7 +162,7 @@ struct alignas(1024) TurnedTile {
     static constexpr int kNext = kTile / 8 * kTile;  // distance in bytes from a column to the next column
     u8 bytes[kTile * kTile];
 
-    /// The place of four rows of eight columns; adjacent columns are kNext bytes apart.
+    /// Returns the place of four rows of eight columns; adjacent columns are kNext bytes apart.
     __device__ __forceinline__ u8* place(int col, int row) {
         return bytes + col / 8 * kTile + (row / 16 ^ col / 8 % 8) * 16 + row % 16;
     }

@@ -1,6 +1,6 @@
-// The encoder of quantize_units for blocks of sixteen E2M1 values with a scale byte. BF16 values are converted to codes
-// two at a time, with the entry for their scale byte in a shared-memory table. A thread has the same values as in
-// unit_encoder.cuh.
+// The encoder of quantize_units for blocks of sixteen E2M1 values with a scale byte. BF16
+// values are converted to codes two at a time, with the entry for their scale byte in a
+// shared-memory table. The assignment of values to threads is that of unit_encoder.cuh.
 //
 // Padding reads as zeros, and zeros get the scale byte 0 and zero codes, so padding needs no special case here.
 #pragma once
@@ -29,7 +29,7 @@ struct TableEncoder : UnitRecords<F, In, kAcross> {
         Sixteen<In> x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[i] = Sixteen<In>::load(shared.values, u, i);
-        u32 amax[2];  // largest magnitudes of two blocks each
+        u32 amax[2];  // each word has the largest magnitudes of two blocks
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const u32 a = x[2 * i].template largest_pair<8>(0), b = x[2 * i + 1].template largest_pair<8>(0);
@@ -111,11 +111,11 @@ struct TableEncoder : UnitRecords<F, In, kAcross> {
     }
 
 private:
-    /// The largest magnitudes of two 2-D blocks, as BF16 values.
+    /// Returns the largest magnitudes of two 2-D blocks, as BF16 values.
     __device__ __forceinline__ u32 square_pair(int a, int b) const { return __byte_perm(shared.square_max[a], shared.square_max[b], 0x7632); }
 
-    /// Marks those of four blocks that have an infinity or a NaN, which are rare. `low` and `high` hold the
-    /// blocks' largest magnitudes.
+    /// Marks which of four blocks have an infinity or a NaN; such blocks
+    /// are rare. `low` and `high` hold the blocks' largest magnitudes.
     __device__ __forceinline__ static void mark_infinite(u32 low, u32 high, Found& found) {
         constexpr u32 kSigns = 0x80008000, kToSign = 0x00800080;  // added to an infinity or a NaN, this constant sets the sign bit
         if (((low + kToSign | high + kToSign) & kSigns) == 0) return;

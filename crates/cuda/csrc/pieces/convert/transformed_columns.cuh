@@ -1,25 +1,25 @@
-// The random Hadamard transform down the columns of a tile of 128 x 128 values, in registers. A thread has 32 rows of
-// two adjacent columns; each quarter of a warp, eight lanes, has a quarter of the rows. quantize_units divides a tile
-// in the same way.
+// The random Hadamard transform down the columns of a tile of 128 x 128 values, in
+// registers. A thread has 32 rows of two adjacent columns. Each quarter of a warp (eight
+// lanes) has a quarter of the rows. quantize_units divides a tile in the same way.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/hadamard.cuh"
 
 namespace nib {
 
-/// The launch code builds this struct as `TransformArg`. Transform blocks begin at the start of each of
-/// num_groups groups, which is a multiple of the block's length (start null: at row 0).
+/// The launch code builds this struct as `TransformArg`. Transform blocks begin at the start of each
+/// of num_groups groups. A group's start is a multiple of the block's length (start null: row 0).
 struct TransformArg {
     const int* start;
     int num_groups;
-    int rows;  // rows of the matrix that is transformed
+    int rows;  // number of rows of the matrix that is transformed
     HadamardArg hadamard;
 
     __device__ __forceinline__ bool is_wanted() const { return hadamard.len != 0; }
 };
 
-/// Loads two adjacent values of a row; values past the row's end and in an invalid row are zeros. kPairs: rows
-/// have an even number of columns.
+/// Loads two adjacent values of a row. Values past the row's end and in
+/// an invalid row are zeros. kPairs: rows have an even number of columns.
 template <class In, bool kPairs>
 __device__ __forceinline__ Few<In, 2> load_pair(const u8* from, int left, bool counted) {
     Few<In, 2> two = {};
@@ -40,8 +40,8 @@ struct TransformPlace {
 };
 
 /// Transforms this thread's values of the tile of x [arg.rows][cols] that begins at row `first_row` and column `first_col`, without
-/// multiplying by the factor. row_id is as in quantize_units.cuh. A transform block without a valid row becomes zeros. All 256 threads
-/// of the CTA call this function. `take(c, number)` receives the results for the thread's column c.
+/// multiplying by the factor. row_id marks invalid rows by the rule in quantize_units.cuh. A transform block without a valid row
+/// becomes zeros. All 256 threads of the CTA call this function. `take(c, number)` receives the results for the thread's column c.
 template <class In, class Take>
 __device__ __forceinline__ void transform_columns(const u8* __restrict__ x, const int* __restrict__ row_id, int cols, const TransformArg& arg,
                                                   int first_row, int first_col, const Take& take) {

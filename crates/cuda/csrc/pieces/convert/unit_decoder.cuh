@@ -1,12 +1,12 @@
-// Decodes codes to plain values, for dequantize_units and the kernels that quantize and decode again.
+// Decodes codes to plain values. dequantize_units and the kernels that quantize and decode in one pass share this code.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/convert/units.cuh"
 
 namespace nib {
 
-/// The position of a thread's unit of codes in a tile with kAcross units per row or column. kDown: codes are stored by column; a warp
-/// has sixteen columns, and a lane the upper or the lower half of one column.
+/// The position of a thread's unit of codes in a tile that has kAcross units per row or column. kDown: codes
+/// are stored by column; a warp has sixteen columns, and a lane has the upper or the lower half of one column.
 template <int kAcross, bool kDown>
 struct DecodedPlace {
     int u;            // index of the unit in the tile
@@ -20,12 +20,12 @@ struct DecodedPlace {
     }
 };
 
-/// Values per record; at most the values of a unit.
+/// The number of values per record, but at most the number of values of a unit.
 template <class F>
 constexpr int kRecorded = F::kBlock < kUnit ? F::kBlock : kUnit;
 
-/// The record of the unit at position `place` of its row or column. If a block has two units, the parts of this unit
-/// come first.
+/// Returns the record of the unit at position `place` of its row or column.
+/// If a block has two units, the parts of this unit come first in the result.
 template <class F>
 __device__ __forceinline__ Record<F> record_of_unit(Record<F> record, int place) {
     if constexpr (kPartsHaveScales<F>) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ Record<F> record_of_unit(Record<F> record, int place)
     return record;
 }
 
-/// Decodes unit `u` of a tile, whose records are given, into plain values. `scaled(i, value)` maps value i to the result.
+/// Decodes unit `u` of a tile with the given records to plain values. `scaled(i, value)` maps value i to the result.
 template <class F, class Out, bool kDown, int kAcross, class Scaled>
 __device__ __forceinline__ void decode_unit(const u8* codes, const Record<F> (&record)[kUnit / kRecorded<F>], UnitValues<Out, kAcross>& values, int u,
                                             const Scaled& scaled) {
@@ -76,8 +76,8 @@ __device__ __forceinline__ void decode_unit(const u8* codes, const Record<F> (&r
     }
 }
 
-/// Stores the plain values of a tile whose first value is (first_row, first_col) of a matrix [rows][cols] at `out`. is_aligned: rows are
-/// multiples of 16 bytes.
+/// Stores the plain values of a tile to the matrix `out` [rows][cols]; the tile
+/// begins at (first_row, first_col). is_aligned: rows are multiples of 16 bytes.
 template <class Out, int kAcross>
 __device__ __forceinline__ void store_decoded(UnitValues<Out, kAcross>& values, u8* out, int first_row, int first_col, int rows, int cols, bool is_aligned) {
     using Values = UnitValues<Out, kAcross>;

@@ -1,8 +1,8 @@
-// The encoder of quantize_units: it converts a thread's values of a tile to codes in shared memory and to records.
+// The encoder of quantize_units: it converts the values that a thread has of a tile to codes in shared memory and to scale records.
 //
-// Along the rows a thread has one unit. Down the columns a thread has 32 rows of two adjacent columns, which it
-// reads together. Each quarter of a warp has another 32 rows of the same columns, so blocks of 64 and of 128 rows
-// only need exchanges within a warp.
+// Along the rows, a thread has one unit of 64 values. Down the columns, a thread has 32 rows
+// of two adjacent columns, which it reads together. The four quarters of a warp have 32 rows
+// each of the same columns, so blocks of 64 and of 128 rows only need exchanges within a warp.
 #pragma once
 #include "formats/rounding.cuh"
 #include "math/philox.cuh"
@@ -11,7 +11,7 @@
 
 namespace nib {
 
-/// The random bits of a unit's values, one value at a time.
+/// Random bits for the values of a unit, generated one value at a time.
 struct UnitBits {
     Stream stream;
     u64 q;  // index of the most recently generated block of eight numbers
@@ -29,8 +29,8 @@ struct UnitBits {
     }
 };
 
-/// Whether a format encodes the blocks of two adjacent rows or columns together, two BF16 values at
-/// a time.
+/// True if a format encodes the blocks of two adjacent rows
+/// or columns together, two BF16 values at a time.
 template <class F, class In, int kRound>
 constexpr bool kSideBySide = F::kPart < 16 && In::kBytes == 2 && F::template has_pairs<kRound>();
 
@@ -39,16 +39,16 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
     using Records = UnitRecords<F, In, kAcross>;
     using Records::arg, Records::shared, Records::tally, Records::kBits, Records::is_square, Records::square_of;
     using typename Records::Found;
-    static constexpr int kWords = kBits / 2;                             // words of sixteen codes
-    static constexpr int kFactors = F::kPart < 16 ? 16 / F::kPart : 1;   // factors of sixteen values
+    static constexpr int kWords = kBits / 2;                             // number of words that sixteen codes fill
+    static constexpr int kFactors = F::kPart < 16 ? 16 / F::kPart : 1;   // number of factors for sixteen values
     static constexpr bool kAny = kRound == kAnyRounding, kPairs = kSideBySide<F, In, kRound>;
     static constexpr bool kNotes = F::kTensor && F::kScaleBytes == 0;    // the tensor scale is the only scale
     static constexpr bool kDraws = kRound == kStochastic;                // if so, rows have a multiple of eight values
     static constexpr bool kWithin = In::kBytes == 2 && !kAny, kLimits = kWithin && !kDraws && F::kLimits;
-    // Whether padding needs a special case. Padding reads as zeros, whose codes are zeros. If a block's only record
-    // is one byte, or that of HiFloat4 encoded in pairs, zeros already get the least record.
+    // True if padding needs a special case. Padding reads as zeros, whose codes are zeros. If the only record
+    // of a block is one byte, or is that of HiFloat4 encoded in pairs, zeros already get the least record.
     static constexpr bool kPads = F::kTensor || F::kLine || !(F::kScaleBytes == 1 || kPairs);
-    static constexpr int kHeld = kAny ? kWords : 2 * kWords;             // words that are stored at a time
+    static constexpr int kHeld = kAny ? kWords : 2 * kWords;             // number of words that are stored at a time
 
     const RoundingArg& rounding;
 
@@ -58,7 +58,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
 
     /// Encodes unit `u` of the tile, which is 64 values of a row.
     __device__ __forceinline__ void encode_row(int matrix, int row, int col, int u) const {
-        constexpr int kStep = F::kBlock < kUnit ? F::kBlock : kUnit, kSteps = kUnit / kStep;  // values per record
+        constexpr int kStep = F::kBlock < kUnit ? F::kBlock : kUnit, kSteps = kUnit / kStep;  // number of values per record
         const bool exists = row < arg.rows && col < arg.cols, is_padding = kPads && !arg.counts_row(row);
         const u64 line = u64(matrix) * arg.rows + row;
         u8* const to = shared.codes.unit(u);
@@ -97,8 +97,8 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                 }
 #pragma unroll(kAny ? 1 : kStep / 16)
                 for (int i = 0; i < kStep / 16; ++i) {
-                    // If the loop is not unrolled (kAny), values are loaded again, because registers cannot be
-                    // indexed.
+                    // If the loop is not unrolled (kAny), the thread loads
+                    // its values again, because registers cannot be indexed.
                     Sixteen<In> mine = kAny ? Sixteen<In>::load(shared.values, u, first / 16 + i) : x[i];
                     if constexpr (kLimits) mine.clamp(limit_pair(F::limit(scale), F::limit(scale)));
                     u32 amax[kFactors], eighth[2];
@@ -143,8 +143,8 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
         }
     }
 
-    /// Adds the rounding errors of this thread's values of a row, under both candidate scales of their
-    /// 2-D blocks.
+    /// Adds the rounding errors of this thread's values of a row, for
+    /// both candidate scales of the 2-D blocks that contain the values.
     __device__ __forceinline__ void compare_squares(int matrix, int row) const {
         TensorInverse tensor{1.0f, 1.0f};
         if constexpr (F::kTensor) tensor = arg.tensor_of(matrix, row);
@@ -175,12 +175,12 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
         constexpr int kStep = F::kBlock < 32 ? F::kBlock : 32, kSteps = 32 / kStep;
         const typename Records::TwoColumnsPlace at(first_row, first_col);
         const int quarter = at.quarter, in_tile = at.in_tile, row = at.row, col = at.col;
-        // The first row of this thread's block, if a block has more rows than a thread.
+        // If a block has more rows than a thread, this is the first row of the block to which the thread's rows belong.
         const int block_row = F::kBlock <= 32 ? row : first_row + quarter * 32 / (F::kBlock == 64 ? 64 : 128) * 64;
         const u64 line = u64(matrix) * arg.cols + col;
         u8* const to = this->codes_of(at);
         UnitBits bits(rounding);
-        Found found;  // results of the second column start at bit and byte 2
+        Found found;  // the results of the second column start at bit 2 and byte 2
         u32 words[2][kHeld];
 #pragma unroll(kAny ? 1 : kSteps)
         for (int step = 0; step < kSteps; ++step) {
@@ -254,7 +254,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                             amax[1][j] = of[1];
                         }
                     }
-                    // The index of these sixteen values within their block, in units of sixteen.
+                    // The index of these sixteen values within their block, counted in units of sixteen values.
                     const int which = F::kBlock == 64 ? quarter % 2 * 2 + i : i;
                     const int sixteenth = first / 16 + i, held = kAny ? 0 : sixteenth % 2 * kWords;
                     float v[16];
@@ -292,11 +292,11 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                 found.add(2 * c + step, scale[c].record, any[c], nan[c]);
             }
             if constexpr (F::kBlock > 32) {
-                // One of the lanes that share a block writes the record of each column.
+                // One lane of the lanes that share a block writes the record of each column.
 #pragma unroll
                 for (int i = 0; i < (F::kLine ? 2 : 1); ++i) {
                     const int c = F::kLine ? i : F::kBlock == 64 ? quarter % 2 : quarter, mine = c % 2;
-                    // A short column ends before the rows of some lanes begin.
+                    // A short column may end before the first row of some lanes.
                     const int place = F::kLine ? row : position;
                     if (c < 2 && col + c < arg.cols && place < arg.capacity)
                         this->settle({line + c, place, square_of(quarter * 32 + first, in_tile + c), col + c}, true,
@@ -314,9 +314,9 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
     }
 
 private:
-    /// For delayed scales: includes the largest magnitude of 64 values in the maximum of their span, and counts the
-    /// finite values that exceed the expected magnitude. `amax` is the largest magnitude of the values, or of their
-    /// whole block; `value(i, j)` is value j of sixteen i. The whole warp calls this function.
+    /// For delayed scales: includes the largest magnitude of 64 values in the maximum of their span, and counts
+    /// the finite values that exceed the expected magnitude. `amax` is the largest magnitude of the 64 values,
+    /// or of their whole block; `value(i, j)` is value j of sixteen i. The whole warp calls this function.
     template <class Value>
     __device__ __forceinline__ void note(int matrix, int row, bool counts, u32 amax, const Value& value) const {
         int span = counts ? arg.span_of(row, matrix) : -1;
@@ -349,11 +349,11 @@ private:
         return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
     }
 
-    /// The least record, which is that of padding.
+    /// Returns the least record, which is the record of padding.
     __device__ __forceinline__ static Scaled least() { return {F::kScaleBytes == 4 && F::kPart >= 16 ? 0x00800000u : 0u, 1.0f}; }
 
-    /// The scale of a block, from the bits of its largest magnitude or of the largest magnitude in the 2-D block,
-    /// row or column with which it shares a scale.
+    /// Computes the scale of a block. The argument has the bits of the block's largest magnitude, or
+    /// of the largest magnitude of the 2-D block, row or column with which the block shares a scale.
     __device__ __forceinline__ Scaled scale_of(u32 largest, const u32* of_lines, u64 maximum, int square, TensorInverse tensor, bool is_padding) const {
         if constexpr (F::kTiles && kAcross == 2) {
             if (is_square()) largest = shared.square_max[square];
@@ -395,8 +395,8 @@ private:
         return of_four < of_six ? four : six;
     }
 
-    /// Corrects the record of a block of sixteen values after they are rounded; the first value is at (row,
-    /// col).
+    /// Corrects the record of a block of sixteen values after
+    /// the values are rounded. The first value is at (row, col).
     template <class Value>
     __device__ __forceinline__ void correct(Scaled& scale, UnitBits& bits, int matrix, int row, int col, bool is_padding, const Value& value) const {
         if (arg.scaling.corrects == 0 || is_padding || scale.is_nan()) return;
@@ -406,8 +406,8 @@ private:
         scale.record = F::corrected(x, scale, bits.of(element(matrix, row, col)));
     }
 
-    /// For sixteen values of a line, which start at (row, col) of the tile: the largest magnitudes of the 4 x 4 blocks (`amax`) and of the
-    /// 8 x 8 blocks (`eighth`) that contain these values. They decide the second- and third-level scales.
+    /// For sixteen values of a row or column, which start at (row, col) of the tile: loads the largest magnitudes of the 4 x 4
+    /// blocks (`amax`) and of the 8 x 8 blocks (`eighth`) that contain these values. They decide the second- and third-level scales.
     template <bool kDown>
     __device__ __forceinline__ void octave_maxima(int row, int col, u32 (&amax)[kFactors], u32 (&eighth)[2]) const {
         static_assert(kFactors == 4, "four values have an octave");
@@ -420,7 +420,7 @@ private:
         }
     }
 
-    /// The index of an element for random bits.
+    /// Returns the index of an element, for random bits.
     __device__ __forceinline__ u64 element(int matrix, int row, int col) const { return rounding.first + arg.number_of(matrix, row) * arg.cols + col; }
 
     __device__ __forceinline__ Decision decision(UnitBits& bits, int matrix, int row, int col) const {
@@ -428,9 +428,9 @@ private:
         return {arg.policy, rounding.delta_q16, draws ? bits.of(element(matrix, row, col)) : 0};
     }
 
-    /// Complements of the random bits of sixteen rows of this thread's two columns. Random bits are generated for eight
-    /// columns, which four lanes share. Each lane generates the random bits for every fourth row, and the lanes
-    /// exchange these bits.
+    /// The complements of the random bits for sixteen rows of this thread's two columns.
+    /// Random bits are generated for eight columns, which four lanes share. Each of the four
+    /// lanes generates the random bits of every fourth row, and the lanes exchange these bits.
     __device__ __forceinline__ void draw_rows(const Stream& stream, int matrix, int row, int col, u32 (&drawn)[16]) const {
         const int mine = threadIdx.x % 4;
 #pragma unroll
@@ -449,10 +449,10 @@ private:
         }
     }
 
-    /// Encodes sixteen values, the `which`-th sixteen of their block, to `words`; returns whether any code is not zero. `amax`: the
-    /// largest magnitudes of their parts; `eighth`, for 2-D blocks only: of pairs of parts; the record's bits for these parts are added to `of_parts`.
-    /// Under a NaN scale the codes are
-    /// undefined; `clear` makes them zeros.
+    /// Encodes sixteen values, which are the `which`-th sixteen of their block, to `words`. Returns
+    /// whether any code is not zero. `amax` has the largest magnitudes of their parts. `eighth`,
+    /// for 2-D blocks only, has those of pairs of parts. The record bits of these parts are added
+    /// to `of_parts`. Under a NaN scale the codes are undefined; `clear` makes them zeros.
     template <class Decide>
     __device__ __forceinline__ bool encode_sixteen(const float (&v)[16], const u32 (&amax)[kFactors], const u32 (&eighth)[2], const Scaled& scale,
                                                    Record<F>& of_parts, int which, u32* words, const Decide& decide) const {
@@ -478,7 +478,7 @@ private:
         return any;
     }
 
-    /// Encodes the two halves of a block of 64 together: the low halves of words belong to its first 32 values.
+    /// Encodes the two halves of a block of 64 values together: the low halves of words belong to the first 32 values, the high halves to the others.
     __device__ __forceinline__ Scaled row_in_pairs(const Sixteen<In> (&x)[4], u8* to, bool& any) const {
         u32 amax[8], factor[8];  // values of parts i and i + 8
 #pragma unroll
@@ -510,8 +510,8 @@ private:
         return scale;
     }
 
-    /// Encodes half a block of 64 of each of two columns together. This lane and the lane with the other half blocks
-    /// each compute the scale of one column.
+    /// Encodes half a block of 64 values for each of two columns together. Another lane has
+    /// the other half of both blocks; each of the two lanes computes the scale of one column.
     __device__ __forceinline__ void columns_in_pairs(const TwoColumns<In> (&x)[2], u8* to, Scaled (&scale)[2], bool (&any)[2]) const {
         u32 amax[8], factor[8];
 #pragma unroll
@@ -559,8 +559,8 @@ private:
         return largest;
     }
 
-    /// Called when the codes of sixteen `i` of a row or column are complete: stores 32 codes after every second
-    /// sixteen (kAny: 16 codes after every sixteen).
+    /// The encoder calls this function when the codes of sixteen `i` of a row or column are
+    /// complete. It stores 32 codes after every second sixteen (kAny: 16 codes after every sixteen).
     __device__ __forceinline__ static void put(u8* to, int i, const u32 (&words)[kHeld]) {
         if constexpr (kAny) Records::store_words(to + i * (2 * kBits), words);
         else if (i % 2 == 1) Records::store_words(to + i / 2 * (4 * kBits), words);

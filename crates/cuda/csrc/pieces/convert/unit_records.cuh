@@ -1,5 +1,5 @@
-// The results of quantize_units for a tile: codes in shared memory, unit by unit; records in global memory; and
-// counts.
+// The results of quantize_units for a tile: codes in shared memory,
+// ordered by unit; scale records in global memory; and counts.
 #pragma once
 #include "pieces/convert/units_arg.cuh"
 
@@ -13,8 +13,8 @@ struct UnitRecords {
     QuantizeUnitsShared<F, In, kAcross>& shared;
     Tally& tally;
 
-    /// Results for up to four blocks: the bytes of their records, one bit per block for a non-zero code, and one bit
-    /// per block for a NaN.
+    /// The results for up to four blocks: the bytes of their records, one bit per block that says
+    /// whether a code is not zero, and one bit per block that says whether the block has a NaN.
     struct Found {
         u32 bytes = 0, any = 0, nan = 0;
 
@@ -30,25 +30,25 @@ struct UnitRecords {
         }
     };
 
-    /// A thread's part of a tile: two adjacent columns, and the 32 rows of its quarter of the warp.
+    /// The part of a tile that a thread has: two adjacent columns, and the 32 rows of the thread's quarter of the warp.
     struct TwoColumnsPlace {
         int quarter, in_tile, first_row, row, col;
 
         __device__ __forceinline__ TwoColumnsPlace(int first_row, int first_col, const TransformPlace& mine = {})
             : quarter(mine.quarter), in_tile(mine.col), first_row(first_row), row(first_row + mine.row), col(first_col + in_tile) {}
     };
-    /// The address of the codes of the first column; those of the second column are kNextColumn bytes
-    /// further.
+    /// Returns the address of the codes of the first column. The
+    /// codes of the second column are kNextColumn bytes further.
     __device__ __forceinline__ u8* codes_of(const TwoColumnsPlace& at) const {
         return shared.codes.unit(at.in_tile * 2 + at.quarter / 2) + at.quarter % 2 * (32 * kBits / 8);
     }
 
     __device__ __forceinline__ bool is_square() const { return F::kTiles && kAcross == 2 && arg.form == kFormTiles; }
 
-    /// The 2-D block to which a value of the tile belongs.
+    /// Returns the 2-D block to which a value of the tile belongs.
     __device__ __forceinline__ static int square_of(int row, int col) { return row / F::kBlock * 8 + col / F::kBlock & 63; }
 
-    /// Stores the records of the blocks of a row's unit, and counts them.
+    /// Stores the records of the blocks in a unit of a row, and counts these blocks.
     __device__ __forceinline__ void store_row_records(int matrix, int row, int col, int u, const Found& found) const {
         constexpr int kSteps = kUnit / F::kBlock;
         if (row >= arg.rows || col >= arg.cols) return;
@@ -67,8 +67,8 @@ struct UnitRecords {
         }
     }
 
-    /// Stores the records of both columns of a thread, and counts them; the second column starts at
-    /// bit and byte 2.
+    /// Stores the records of both columns of a thread, and counts the
+    /// blocks. The results of the second column start at bit 2 and byte 2.
     __device__ __forceinline__ void store_column_records(int matrix, const TwoColumnsPlace& at, const Found& found) const {
         constexpr int kSteps = 32 / F::kBlock;
         const u64 line = u64(matrix) * arg.cols + at.col;
@@ -103,7 +103,7 @@ struct UnitRecords {
         }
     }
 
-    /// Zeros the codes of those blocks (or parts of blocks) of kCount values whose bit is set.
+    /// Zeros the codes of those blocks (or parts of blocks) of kCount values whose bit is set in the argument.
     template <int kCount>
     __device__ __forceinline__ static void clear(u8* to, u32 blocks) {
         constexpr int kBytes = kCount * kBits / 8;
@@ -114,8 +114,8 @@ struct UnitRecords {
         }
     }
 
-    /// Stores codes by the widest store that fits: codes are aligned to the bytes that they fill, except six-bit
-    /// codes.
+    /// Stores codes by the widest store that their alignment allows. Codes are
+    /// aligned to the number of bytes that they fill, except six-bit codes.
     template <int kCount>
     __device__ __forceinline__ static void store_words(u8* to, const u32 (&words)[kCount]) {
 #pragma unroll
@@ -129,10 +129,10 @@ struct UnitRecords {
     struct Place {
         u64 line;
         int position, square;
-        int across;  // the index of the row or column within its matrix
+        int across;  // index of the row or column within its matrix
     };
 
-    /// Writes a block's record and counts the block, once.
+    /// Writes the record of a block, and counts the block once.
     __device__ __forceinline__ void settle(const Place& place, bool down, Record<F> record, bool any, bool is_nan) const {
         const RecordPlane& records = down ? arg.col_records : arg.row_records;
         const bool has_counts = !down || arg.form == kFormCols;
@@ -141,7 +141,7 @@ struct UnitRecords {
             if (any) (down ? arg.col_any : arg.row_any)[arg.maximum_of(down, place.line, place.position)] = 1;
             if (place.position % each != 0) return;
             records.template store<F::kScaleBytes>(place.line, place.position / each, record);
-            // A row or column, or its part within a group, counts only once.
+            // A row or column, or the part of it that lies in one group, is counted only once.
             const bool first = place.position == 0 || !down || arg.span_of(place.position, 0) != arg.span_of(place.position - 1, 0);
             tally.non_finite += has_counts && is_nan && first;
             return;
@@ -162,8 +162,8 @@ struct UnitRecords {
     }
 
 private:
-    /// Stores the four record bytes of a column as a word. Each of four lanes has one byte of each of two columns;
-    /// after two exchanges, one lane stores the first column and another the second.
+    /// Stores the four record bytes of a column as a word. Each of four lanes has one byte of each of two
+    /// columns. After two exchanges between lanes, one lane stores the first column and another lane the second.
     __device__ __forceinline__ void store_column_words(u64 line, const TwoColumnsPlace& place, u32 bytes) const {
         const u32 other = __shfl_xor_sync(kAllLanes, bytes, 8);
         const u32 half = place.quarter % 2 == 0 ? __byte_perm(bytes, other, 0x0040) : __byte_perm(other, bytes, 0x0062);

@@ -19,26 +19,26 @@
 namespace nib {
 
 constexpr int kUnitThreads = 256;
-constexpr int kColumnRecord = 128;  // rows of a column per record, in formats with one scale per row or column
+constexpr int kColumnRecord = 128;  // number of rows of a column per record, in formats with one scale per row or column
 
-/// Plain values of a tile with kAcross units per row.
+/// The plain values of a tile that has kAcross units per row.
 template <class T, int kAcross>
 struct UnitValues {
     static constexpr int kUnitBytes = kUnit * T::kBytes;
     static constexpr int kRows = kUnitThreads / kAcross, kCols = kAcross * kUnit;
-    static constexpr int kVectors = kUnitBytes / 16;  // 16-byte vectors per unit
+    static constexpr int kVectors = kUnitBytes / 16;  // number of 16-byte vectors per unit
 
     u8 bytes[kUnitThreads * kUnitBytes];
 
-    /// Vectors per row; rows that all threads together move in one pass; number of passes.
+    /// The number of vectors per row, the number of rows that all threads together move in one pass, and the number of passes.
     static constexpr int kPerRow = kAcross * kVectors, kRowsAtOnce = kUnitThreads / kPerRow, kPasses = kRows / kRowsAtOnce;
 
-    /// The swizzle of unit `u`: the byte offset of its vectors is XORed with it.
+    /// Returns the swizzle of unit `u`, with which the byte offsets of the unit's vectors are XORed.
     __device__ __forceinline__ static int key(int u) { return ((u ^ u / 64 * T::kBytes) & 7) * 16; }
 
-    /// Address of vector `i` of a unit.
+    /// Returns the address of vector `i` of a unit.
     __device__ __forceinline__ u8* vector(int u, int i) { return bytes + u * kUnitBytes + (i * 16 ^ key(u)); }
-    /// The address of a thread's vector in pass `i`.
+    /// Returns the address of the vector that a thread moves in pass `i`.
     __device__ __forceinline__ u8* moved(int i) {
         // A pass has a multiple of eight units, so only the part of the key that comes from u / 64 depends on the pass.
         constexpr int kUnits = kUnitThreads / kVectors;
@@ -46,14 +46,14 @@ struct UnitValues {
         const int u = threadIdx.x / kVectors, first = u * kUnitBytes + (threadIdx.x % kVectors * 16 ^ u % 8 * 16);
         return bytes + (first ^ (i * kUnits / 64 * T::kBytes & 7) * 16) + i * kUnits * kUnitBytes;
     }
-    /// Address of value `col` of row `row` of the tile.
+    /// Returns the address of value `col` of row `row` of the tile.
     __device__ __forceinline__ u8* value(int row, int col) {
         const int u = row * kAcross + col / kUnit, byte = col % kUnit * T::kBytes;
         return bytes + u * kUnitBytes + (byte ^ key(u));
     }
 
-    /// The addresses of the values in column `col` of 32 rows, of which the first is a multiple of 32. The swizzle
-    /// repeats after four rows.
+    /// The addresses of the values in column `col` of 32 rows. The index of
+    /// the first row is a multiple of 32. The swizzle repeats after four rows.
     struct Rows {
         static constexpr int kNext = 4 * kAcross * kUnitBytes;  // distance from a row to the fourth row below it
         u8* at[4];
@@ -68,7 +68,7 @@ struct UnitValues {
     }
 };
 
-/// The number of bytes of `codes` codes, rounded up.
+/// The number of bytes that `codes` codes fill, rounded up.
 __device__ __forceinline__ u32 code_bytes(int bits, int codes) { return u32(codes) / 8 * bits + (codes % 8 * bits + 7) / 8; }
 
 /// The codes of a tile.
@@ -81,8 +81,8 @@ struct UnitCodes {
 
     __device__ __forceinline__ u8* unit(int u) { return bytes + u * kStride; }
 
-    /// The 16-byte vectors that a thread moves, if kAcross units are a row: the same vector of a row in each pass,
-    /// kLines rows further in each pass.
+    /// The 16-byte vectors that a thread moves, if a row has kAcross units: the same vector
+    /// of a row in each pass, where each pass is kLines rows below the preceding pass.
     template <int kAcross>
     struct Moved {
         static constexpr int kPerLine = kAcross * kVectors;
@@ -96,12 +96,12 @@ struct UnitCodes {
             byte = place / kVectors * kBytes + place % kVectors * 16;
             offset = (line * kAcross + place / kVectors) * kStride + place % kVectors * 16;
         }
-        /// Distance in `bytes` from one pass to the next.
+        /// Returns the distance in `bytes` from one pass to the next.
         static constexpr int kStep = kLines * kAcross * kStride;
     };
 
-    /// Stores units, kAcross of them per row, to rows of `line_bytes` bytes. The first byte goes to `to`; there are
-    /// `lines` rows and `bytes_left` bytes in each. is_aligned: row lengths are multiples of 16 bytes.
+    /// Stores units, kAcross of them per row, to rows of `line_bytes` bytes. The first byte is stored at `to`. There
+    /// are `lines` rows, with `bytes_left` bytes in each row. is_aligned: row lengths are multiples of 16 bytes.
     template <int kAcross>
     __device__ __forceinline__ void store(u8* to, u32 line_bytes, int lines, int bytes_left, bool is_aligned) {
         using M = Moved<kAcross>;
@@ -109,8 +109,8 @@ struct UnitCodes {
         if ((M::kPerLine * M::kLines < kUnitThreads && mine.line >= M::kLines) || mine.byte >= bytes_left) return;
         u8* at = to + u64(u32(mine.line)) * line_bytes + mine.byte;
         if (is_aligned && lines >= kUnitThreads / kAcross) {
-            // In nearly every call all rows exist. With a branch in each pass, the compiler would compute each
-            // address from scratch.
+            // In nearly every call all rows exist. With a branch in each pass,
+            // the compiler would recompute each address from the beginning.
             const u8* const from = bytes + mine.offset;
 #pragma unroll
             for (int i = 0; i < M::kPasses; ++i) {

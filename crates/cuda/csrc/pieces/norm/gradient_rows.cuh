@@ -1,5 +1,5 @@
-// Shared code of the kernels of a norm's gradient: chunks of rows, and the body for short rows, each of which has a
-// few threads.
+// Shared code of the kernels for the gradient of a norm: chunks of rows, and
+// the body of the kernel for short rows, in which a few threads share a row.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/lanes.cuh"
@@ -9,11 +9,11 @@ namespace nib {
 
 constexpr int kNormChunk = 64;
 constexpr int kShortThreads = 128;
-constexpr int kShortRows = 4;  // rows that a thread has in flight
+constexpr int kShortRows = 4;  // number of rows that a thread has in flight
 constexpr int kWideThreads = 128;
 constexpr int kWideStages = 3;
 
-/// dx from dy * w, x * inv and the mean.
+/// Computes dx from dy * w, x * inv and the mean.
 __device__ __forceinline__ float norm_gradient(float weighted, float normal, float inv, float mean) {
     return __fmul_rn(inv, __fsub_rn(weighted, __fmul_rn(normal, mean)));
 }

@@ -7,7 +7,7 @@ namespace nib {
 
 constexpr int kNormThreads = 128;
 
-/// 1 / sqrt(sum / d + eps).
+/// Returns 1 / sqrt(sum / d + eps).
 __device__ __forceinline__ float inverse_rms(float sum, u32 d, float eps) {
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, float(d)), eps)));
 }

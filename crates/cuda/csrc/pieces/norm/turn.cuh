@@ -5,8 +5,8 @@
 
 namespace nib {
 
-/// The position of row r in its document: r mod seq_len, minus the index in the sequence of the document's first row. Sequences
-/// have seq_len rows. If `starts` is null, each sequence is one document.
+/// Returns the position of row r in its document: r mod seq_len, minus the index of the document's first row
+/// within the sequence. Sequences have seq_len rows. If `starts` is null, each sequence is one document.
 struct Positions {
     const int* starts;  // [rows]; clamped to 0 .. r mod seq_len
     u32 seq_len;
@@ -31,12 +31,12 @@ __device__ __forceinline__ void load_angles(const float* from, float (&to)[kCoun
     }
 }
 
-/// Cosines and sines of kCount adjacent pairs at one position.
+/// The cosines and sines of kCount adjacent pairs at one position.
 template <int kCount>
 struct Angles {
     float cos[kCount], sin[kCount];
 
-    /// The sine of a pair is `sines` elements after its cosine. sign: 1, or -1 to rotate back.
+    /// The sine of a pair is stored `sines` elements after its cosine. sign: 1 to rotate, -1 to rotate back.
     __device__ __forceinline__ void load(const float* cosines, u32 sines, float sign) {
         load_angles<kCount>(cosines, cos);
         load_angles<kCount>(cosines + sines, sin);

@@ -1,4 +1,4 @@
-// Sums rows of F32 by a tree over neighbours within a CTA.
+// Sums F32 rows by a binary tree over neighbours within a CTA.
 #pragma once
 #include "formats/plain.cuh"
 #include "ptx/thread.cuh"
@@ -6,22 +6,22 @@
 namespace nib {
 
 constexpr int kTreeThreads = 256;
-constexpr int kTreeQuads = 32;                         // threads across adjacent columns
-constexpr int kTreeSlots = kTreeThreads / kTreeQuads;  // threads down the rows
-constexpr int kTreeEach = 8;                           // rows that a thread sums with all loads in flight
-constexpr int kTreeRows = kTreeSlots * kTreeEach;      // rows that the CTA sums at a time
-constexpr int kTreeLevels = 20;                        // enough for 2^26 rows
+constexpr int kTreeQuads = 32;                         // number of threads across adjacent columns
+constexpr int kTreeSlots = kTreeThreads / kTreeQuads;  // number of threads down the rows
+constexpr int kTreeEach = 8;                           // number of rows that a thread sums with all loads in flight
+constexpr int kTreeRows = kTreeSlots * kTreeEach;      // number of rows that the CTA sums at a time
+constexpr int kTreeLevels = 20;                        // number of tree levels, enough for 2^26 rows
 constexpr int kGroupRows = 256;
 
-/// Shared memory of `close_rows`.
+/// The shared memory that `close_rows` needs.
 template <int kCount>
 struct TreeRoom {
     float part[kTreeSlots][kTreeQuads * kCount];
     float stack[kTreeLevels][kTreeQuads * kCount];
 };
 
-/// Adds up to eight neighbours by a tree; the result is in x[0]. x[i] is the sum of `each` rows from row first + i ·
-/// each on; sums that begin at row `rows` or later do not exist.
+/// Adds up to eight neighbours by a binary tree; the result is in x[0]. x[i] is the sum of `each`
+/// rows from row first + i · each on. A sum that begins at row `rows` or later does not exist.
 template <int kCount>
 __device__ __forceinline__ void close_eight(float (&x)[8][kCount], u32 first, u32 each, u32 rows) {
 #pragma unroll
@@ -33,9 +33,9 @@ __device__ __forceinline__ void close_eight(float (&x)[8][kCount], u32 first, u3
                 for (int k = 0; k < kCount; ++k) x[i][k] += x[i + step][k];
 }
 
-/// The sum of `rows` rows (at least one) from `x` on. A thread has kCount columns. The 32 threads of a slot have
-/// adjacent columns, and the eight slots have different rows. Every thread of the CTA calls this function; the threads
-/// of the first warp get the sums. `present` says whether the thread's columns exist.
+/// Computes the sum of `rows` rows (at least one) from `x` on. A thread has kCount columns. The 32 threads of
+/// a slot have adjacent columns, and the eight slots have different rows. Every thread of the CTA calls this
+/// function; the threads of the first warp get the sums. `present` says whether the thread's columns exist.
 template <int kCount>
 __device__ __forceinline__ void close_rows(const float* x, u32 rows, u64 cols, bool present, TreeRoom<kCount>& room, float (&sum)[kCount]) {
     using Row = Few<F32, kCount>;
@@ -64,8 +64,8 @@ __device__ __forceinline__ void close_rows(const float* x, u32 rows, u64 cols, b
 #pragma unroll
                 for (int k = 0; k < kCount; ++k) node[i][k] = room.part[i][at + k];
             close_eight(node, group * kTreeRows, kTreeEach, rows);
-            // The sums are combined like the carries of a binary counter: a sum waits at its level until its
-            // right neighbour is complete.
+            // The sums are combined like the carries of a binary counter: a sum
+            // waits at its level of the tree until its right neighbour is complete.
             int level = 0;
             for (u32 carry = group; carry & 1; carry >>= 1, ++level)
 #pragma unroll
