@@ -96,7 +96,7 @@ struct E2m1 {
     __device__ __forceinline__ static Eight magnitudes(const float (&v)[8]) {
         constexpr float kFar = 0x1.8p22f;
         constexpr u32 kFarBits = 0x4AC00000;
-        u32 code[8];  // above kFarBits
+        u32 code[8];  // each word is the code plus kFarBits
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const u32 halves = __float_as_uint(__fadd_rn(v[i], kFar));

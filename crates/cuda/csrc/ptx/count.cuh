@@ -1,11 +1,11 @@
-// Counters in global memory by which CTAs of one kernel wait for other CTAs. A waiting CTA must be sure that those CTAs have started.
+// Counters in global memory by which CTAs of a kernel wait for other CTAs of the same kernel. A waiting CTA must be sure that those CTAs have started.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib::ptx {
 
-/// Adds 1 after all earlier reads and writes of this thread are complete, including TMA copies that the thread has
-/// waited for.
+/// Adds 1 after all earlier reads and writes of this thread are
+/// complete, including the TMA copies for which the thread has waited.
 __device__ __forceinline__ void count_up(u32* counter) {
     asm volatile(
         "fence.proxy.async;\n"

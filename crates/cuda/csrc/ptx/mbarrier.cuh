@@ -1,11 +1,11 @@
-// mbarrier: the transaction barrier in shared memory that signals the completion of TMA copies.
+// The mbarrier: the transaction barrier in shared memory that signals when TMA copies are complete.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib::ptx {
 
-/// One mbarrier object in shared memory. The parameter `parity` is the low bit of a phase. A new barrier is in phase 0, so
-/// a wait for parity 1 returns at once; thus a producer's first pass through the ring does not block.
+/// One mbarrier object in shared memory. The parameter `parity` is the low bit of a phase. A new barrier is in
+/// phase 0, so a wait for parity 1 returns at once. Thus a producer's first pass through the ring does not block.
 struct alignas(8) Barrier {
     u64 state;
 };
@@ -30,9 +30,9 @@ __device__ __forceinline__ void barrier_arrive(Barrier& barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-/// Arrives once at the same barrier of another CTA of the cluster (or of this CTA). The instruction deliberately
-/// lacks `.release.cluster`, which would add a GPU-wide fence to each arrival. The arrival means "I have read
-/// what TMA delivered", and a completed read of shared memory needs no release.
+/// Arrives once at the same barrier of another CTA of the cluster (or of this CTA). The instruction
+/// deliberately lacks `.release.cluster`, which would add a GPU-wide fence to each arrival. The arrival
+/// means "I have read what TMA delivered", and a completed read of shared memory needs no release.
 __device__ __forceinline__ void barrier_arrive_at(Barrier& barrier, u32 cta_rank) {
     asm volatile(
         "{\n"
@@ -44,7 +44,7 @@ __device__ __forceinline__ void barrier_arrive_at(Barrier& barrier, u32 cta_rank
         : "memory");
 }
 
-/// Whether the phase with this parity has ended; does not wait.
+/// Returns whether the phase with this parity has ended; does not wait.
 __device__ __forceinline__ bool barrier_passed(Barrier& barrier, u32 parity) {
     u32 passed;
     asm volatile(

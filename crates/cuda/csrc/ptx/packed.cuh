@@ -4,15 +4,15 @@
 
 namespace nib::ptx {
 
-/// The maximum in each of both unsigned 16-bit halves.
+/// Returns the maximum in each of the two unsigned 16-bit halves.
 __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     u32 larger;
     asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
 }
 
-/// max(min(a + b, limit), 0) in each of both signed 16-bit halves, whose sums must not overflow; one
-/// instruction.
+/// Returns max(min(a + b, limit), 0) in each of the two signed
+/// 16-bit halves, by one instruction. The sums must not overflow.
 __device__ __forceinline__ u32 add_clamp_s16x2(u32 a, u32 b, u32 limit) {
     u32 clamped;
     asm("{\n"
@@ -25,8 +25,8 @@ __device__ __forceinline__ u32 add_clamp_s16x2(u32 a, u32 b, u32 limit) {
     return clamped;
 }
 
-/// min(a + b, c) in each of both signed 16-bit halves, whose sums must not overflow; one
-/// instruction.
+/// Returns min(a + b, c) in each of the two signed 16-bit
+/// halves, by one instruction. The sums must not overflow.
 __device__ __forceinline__ u32 add_min_s16x2(u32 a, u32 b, u32 c) {
     u32 smaller;
     asm("{\n"
@@ -39,8 +39,8 @@ __device__ __forceinline__ u32 add_min_s16x2(u32 a, u32 b, u32 c) {
     return smaller;
 }
 
-/// max(a + b, c) in each of both signed 16-bit halves, whose sums must not overflow; one
-/// instruction.
+/// Returns max(a + b, c) in each of the two signed 16-bit
+/// halves, by one instruction. The sums must not overflow.
 __device__ __forceinline__ u32 add_max_s16x2(u32 a, u32 b, u32 c) {
     u32 larger;
     asm("{\n"
@@ -53,21 +53,21 @@ __device__ __forceinline__ u32 add_max_s16x2(u32 a, u32 b, u32 c) {
     return larger;
 }
 
-/// a · b + c of two BF16 pairs, rounded once, to nearest even; subnormals are kept.
+/// Returns a · b + c of BF16 pairs, rounded once, to nearest even; subnormals are preserved.
 __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
     u32 sum;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
 }
 
-/// a · b + c of two F16 pairs, rounded once, to nearest even; subnormals are kept.
+/// Returns a · b + c of F16 pairs, rounded once, to nearest even; subnormals are preserved.
 __device__ __forceinline__ u32 fma_f16x2(u32 a, u32 b, u32 c) {
     u32 sum;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
 }
 
-/// The larger of |a| and |b|; NaN if either is NaN.
+/// Returns the larger of |a| and |b|, or NaN if either is NaN.
 __device__ __forceinline__ float max_magnitude(float a, float b) {
     float larger;
     asm("{\n"
@@ -81,23 +81,23 @@ __device__ __forceinline__ float max_magnitude(float a, float b) {
     return larger;
 }
 
-/// The larger magnitude in each half of two BF16 pairs; NaN if either is NaN. The sign bits of the
-/// result are undefined.
+/// Returns the larger magnitude in each half of two BF16 pairs, or NaN
+/// if either value is NaN. The sign bits of the result are undefined.
 __device__ __forceinline__ u32 max_magnitude_bf16x2(u32 a, u32 b) {
     u32 larger;
     asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
 }
 
-/// The magnitudes of both values of a BF16 pair. The instruction adds zero to |x|, so it does not use the
-/// integer-logic pipe. A NaN stays a NaN.
+/// Returns the magnitudes of both values of a BF16 pair. The instruction adds zero to |x|,
+/// so it does not use the pipe for integer and logic instructions. A NaN stays a NaN.
 __device__ __forceinline__ u32 magnitudes_bf16x2(u32 pair) {
     u32 magnitudes;
     asm("abs.bf16x2 %0, %1;" : "=r"(magnitudes) : "r"(pair));
     return magnitudes;
 }
 
-/// The minimum in each of both unsigned 16-bit halves.
+/// Returns the minimum in each of the two unsigned 16-bit halves.
 __device__ __forceinline__ u32 min_u16x2(u32 a, u32 b) {
     u32 smaller;
     asm("min.u16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
@@ -112,14 +112,14 @@ __device__ __forceinline__ u32 byte_perm_signs(u32 a, u32 b, u32 selector) {
     return picked;
 }
 
-/// a * b + c, one instruction.
+/// Returns a * b + c, computed by one instruction.
 __device__ __forceinline__ u32 mul_add(u32 a, u32 b, u32 c) {
     u32 sum;
     asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
 }
 
-/// (low half of a) · (byte 0 of b) + (high half of a) · (byte 1 of b) + c, all unsigned; one instruction.
+/// Returns (low half of a) · (byte 0 of b) + (high half of a) · (byte 1 of b) + c, all unsigned, by one instruction.
 __device__ __forceinline__ u32 halves_mul_add(u32 a, u32 b, u32 c) {
     u32 sum;
     asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
@@ -133,7 +133,7 @@ __device__ __forceinline__ float clamp_magnitude(float x, float limit) {
     return clamped;
 }
 
-/// Clamps both values of a BF16 pair.
+/// Clamps the magnitudes of both values of a BF16 pair.
 __device__ __forceinline__ u32 clamp_magnitude_bf16x2(u32 x, u32 limit) {
     u32 clamped;
     asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(clamped) : "r"(x), "r"(limit));
@@ -147,7 +147,7 @@ __device__ __forceinline__ u32 f16x2_from_f32(float low, float high) {
     return packed;
 }
 
-/// a * b of two F16 pairs, rounded to nearest even; subnormals are kept.
+/// Returns a * b of two F16 pairs, rounded to nearest even; subnormals are preserved.
 __device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
     u32 product;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
@@ -177,8 +177,8 @@ __device__ __forceinline__ u32 f16x2_from_e4m3x2(u16 pair) {
     return wide;
 }
 
-/// Converts the lower two (with kHigh the upper two) of four E4M3 codes to F16, exactly; one
-/// instruction.
+/// Converts the lower two (with kHigh the upper two) of
+/// four E4M3 codes to F16, exactly, by one instruction.
 template <bool kHigh>
 __device__ __forceinline__ u32 f16x2_from_e4m3x4(u32 four) {
     u32 wide;
@@ -217,8 +217,8 @@ __device__ __forceinline__ u32 e4m3x4_from_f16x2(u32 lower, u32 upper) {
     return four;
 }
 
-/// sum + |a - b| of F16 pairs; the difference and the sum are each rounded to nearest even, and
-/// subnormals are kept.
+/// Returns sum + |a - b| of F16 pairs. The difference and the sum
+/// are each rounded to nearest even, and subnormals are preserved.
 __device__ __forceinline__ u32 add_distance_f16x2(u32 sum, u32 a, u32 b) {
     u32 out;
     asm("{\n"
@@ -256,21 +256,21 @@ __device__ __forceinline__ u32 pack_u16(u16 low, u16 high) {
 __device__ __forceinline__ u16 low_u16(u32 pair) { return static_cast<u16>(pair); }
 __device__ __forceinline__ u16 high_u16(u32 pair) { return static_cast<u16>(pair >> 16); }
 
-/// The larger number, or a NaN if either is NaN.
+/// Returns the larger number, or a NaN if either number is NaN.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
     float larger;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
     return larger;
 }
 
-/// 2^x to within two units in the last place; a NaN stays NaN, and subnormal results become 0.
+/// Returns 2^x to within two units in the last place; a NaN stays NaN, and subnormal results become 0.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-/// 1 / x to within one unit in the last place, if x and 1 / x are normal.
+/// Returns 1 / x to within one unit in the last place, if x and 1 / x are normal.
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,21 +1,21 @@
-// Accesses to shared memory by address, for code that must not depend on the compiler's order of accesses
-// through pointers.
+// Accesses to shared memory by address, for code whose accesses the
+// compiler must not reorder as it reorders accesses through pointers.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib::ptx {
 
-/// Reads two F32 values of a table that is no longer written, 8-byte aligned. The compiler may move this read across
-/// stores and barriers, unlike a read through a pointer. So `address` must be computed from something that was read
-/// after the barrier that ended the writing.
+/// Reads two F32 values, 8-byte aligned, of a table that no thread writes any more. The compiler
+/// may move this read across stores and barriers, unlike a read through a pointer. So `address`
+/// must be computed from something that was read after the barrier that ended the writing.
 __device__ __forceinline__ float2 table_f32x2(u32 address) {
     float2 v;
     asm("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
     return v;
 }
 
-/// Stores 16 aligned bytes at this point of the program. The compiler may delay an ordinary store, whose operands then
-/// occupy registers.
+/// Stores 16 aligned bytes at this point of the program. The compiler may delay
+/// an ordinary store, whose operands would then occupy registers for longer.
 __device__ __forceinline__ void store_shared_in_order(u32 address, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }

@@ -10,8 +10,8 @@ __device__ __forceinline__ u32 lane_idx() {
     return lane;
 }
 
-/// The lane index, read again at each call, so that the compiler does not keep values derived from it in registers
-/// between uses.
+/// Returns the lane index, which is read again at each call. So the
+/// compiler does not keep values derived from it in registers between uses.
 __device__ __forceinline__ u32 lane_idx_anew() {
     u32 lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -21,15 +21,15 @@ __device__ __forceinline__ u32 lane_idx_anew() {
 /// Makes the compiler compute `x` before this point, not at its first use.
 __device__ __forceinline__ void compute_by_now(u32& x) { asm volatile("" : "+r"(x)); }
 
-/// The rank of this CTA in its cluster; 0 if the kernel was launched without clusters.
+/// Returns the rank of this CTA in its cluster, or 0 if the kernel was launched without clusters.
 __device__ __forceinline__ u32 cluster_cta_rank() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
-/// A barrier of all threads of all CTAs of the cluster; it also makes shared-memory writes (mbarrier.init) visible to
-/// the peers. The instruction is not `.aligned`, because the producer's lanes arrive at different times.
+/// A barrier of all threads of all CTAs of the cluster. It also makes shared-memory writes, such as mbarrier.init, visible
+/// to the other CTAs. The instruction is not `.aligned`, because the lanes of the loading warp arrive at different times.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile(
         "barrier.cluster.arrive.release;\n"
@@ -48,8 +48,8 @@ __device__ __forceinline__ void named_barrier() {
     asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-/// Arrives at a barrier without waiting. `kThreads` counts all participants: threads that arrive and threads that
-/// wait.
+/// Arrives at a barrier without waiting. `kThreads` counts all
+/// participants: the threads that arrive and the threads that wait.
 template <int kThreads>
 __device__ __forceinline__ void named_barrier_arrive(u32 barrier) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
@@ -61,9 +61,9 @@ __device__ __forceinline__ void named_barrier_wait(u32 barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-/// Releases registers. Every warp of the warpgroup must execute the instruction, in a branch of one if/else per role,
-/// and the kernel must have __launch_bounds__(threads, 1). In other code ptxas ignores register releases (warning
-/// C7508).
+/// Releases registers. Every warp of the warpgroup must execute the instruction, in a
+/// branch of one if/else per warp role, and the kernel must have __launch_bounds__(threads,
+/// 1). In other code, ptxas ignores the instruction (warning C7508).
 template <u32 kRegisters>
 __device__ __forceinline__ void registers_shrink_to() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -75,8 +75,8 @@ __device__ __forceinline__ void registers_grow_to() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-/// Returns `value`. The compiler computes nothing derived from the result before this point, where it would occupy
-/// registers.
+/// Returns `value`. The compiler cannot compute anything derived from
+/// the result before this point, where it would occupy registers.
 __device__ __forceinline__ u32 here(u32 value) {
     asm volatile("" : "+r"(value));
     return value;
@@ -90,10 +90,10 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     return packed;
 }
 
-/// The lower of two packed BF16 values, as F32.
+/// Returns the lower of two packed BF16 values, as F32.
 __device__ __forceinline__ float low_bf16(u32 packed) { return __uint_as_float(packed << 16); }
 
-/// The higher of two packed BF16 values, as F32.
+/// Returns the higher of two packed BF16 values, as F32.
 __device__ __forceinline__ float high_bf16(u32 packed) { return __uint_as_float(packed & 0xFFFF0000); }
 
 /// Computes `low_bf16` by a different instruction. If the same instruction appears twice, the compiler keeps the
@@ -126,8 +126,8 @@ __device__ __forceinline__ void load_matrix_x4(u32 (&r)[4], u32 address) {
                  : "memory");
 }
 
-/// Loads four 8x8 tiles of 16-bit elements, transposed: lane 8t+i gives the address of row i of tile t. A lane gets two elements of each
-/// tile: column lane / 4, rows 2·(lane % 4) and 2·(lane % 4) + 1.
+/// Loads four 8x8 tiles of 16-bit elements, transposed: lane 8t+i gives the address of row i of tile t. A lane
+/// gets two elements of each tile, which are in column lane / 4 and rows 2·(lane % 4) and 2·(lane % 4) + 1.
 __device__ __forceinline__ void load_matrix_x4_transposed(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -1,5 +1,5 @@
-// TMA, the Tensor Memory Accelerator: two-dimensional tiles. Coordinates are (fastest dimension, slowest dimension) in
-// elements. Loads fill positions outside the tensor with zeros (and count their bytes); stores skip such positions.
+// TMA, the Tensor Memory Accelerator, for two-dimensional tiles. Coordinates are (fastest dimension, slowest dimension)
+// in elements. Loads fill positions outside the tensor with zeros (and count their bytes); stores skip such positions.
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/types.cuh"
@@ -19,7 +19,7 @@ __device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barri
         : "memory");
 }
 
-/// Loads one tile that will not be read again: the L2 evicts it first.
+/// Loads one tile that will not be read again, so the L2 is told to evict it first.
 __device__ __forceinline__ void tma_load_once(void* tile, const TensorMap& map, Barrier& barrier, int x, int y) {
     asm volatile(
         "{\n"
@@ -68,8 +68,8 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, const void* tile
                  : "memory");
 }
 
-/// Adds the tile to memory in the L2: one addition per element, rounded to nearest even. Ordinary stores to the tile
-/// must have been fenced with `fence_shared_to_async`.
+/// Adds the tile to global memory; the L2 performs one addition per element, rounded to nearest
+/// even. Ordinary stores to the tile must have been fenced with `fence_shared_to_async`.
 __device__ __forceinline__ void tma_add(const TensorMap& map, const void* tile, int x, int y, int matrix) {
     asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
                  "r"(shared_address(tile)), "r"(x), "r"(y), "r"(matrix)

@@ -1,4 +1,4 @@
-// Integer type names and the tensor map type, so that no kernel needs a CUDA toolkit header.
+// Names of integer types, and the type of a tensor map, so that no kernel needs a CUDA toolkit header.
 #pragma once
 
 namespace nib {
@@ -14,12 +14,12 @@ struct alignas(128) TensorMap {
     u64 opaque[16];
 };
 
-/// 32-bit address of an object within the shared window, as TMA, mbarriers and descriptors need it.
+/// Returns the 32-bit address of an object within the shared window. TMA, mbarriers and descriptors need such addresses.
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-/// The pointer that belongs to a 32-bit shared-memory address.
+/// Returns the pointer that belongs to a 32-bit shared-memory address.
 __device__ __forceinline__ const void* at_shared_address(u32 address) { return __cvta_shared_to_generic(address); }
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

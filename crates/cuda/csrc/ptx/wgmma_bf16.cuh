@@ -1,15 +1,15 @@
-// wgmma on BF16 with F32 accumulators, as attention uses it: A comes from shared memory or from registers, and B has either orientation.
+// wgmma on BF16 with F32 accumulators, for attention: A comes from shared memory or from registers, and B is K-major or MN-major.
 //
-// ptx/wgmma.cuh describes the layout of the accumulators. If A comes from registers, 16 values of k at a time, then in lane l a[0] is row
-// l/4, k = 2(l%4) + {0, 1}; a[1] is row l/4 + 8 at the same k; a[2] and a[3] are the same rows at k + 8. So two adjacent accumulators of
-// an earlier WGMMA, packed to BF16, are one register of A.
+// ptx/wgmma.cuh describes the layout of the accumulators. A may come from registers, 16 values of k at a time.
+// Then in lane l, a[0] is row l/4, k = 2(l%4) + {0, 1}; a[1] is row l/4 + 8 at the same k; a[2] and a[3] are the
+// same rows at k + 8. So two adjacent accumulators of an earlier WGMMA, packed to BF16, are one register of A.
 #pragma once
 #include "ptx/types.cuh"
 #include "ptx/wgmma_lists.cuh"
 
 namespace nib::ptx {
 
-/// d = A·B (kFresh) or d += A·B, 64 x 64 x 16. A is K-major; B is K-major (MN-major with kDown).
+/// Computes d = A·B (kFresh) or d += A·B, with shape 64 x 64 x 16. A is K-major; B is K-major (MN-major with kDown).
 template <bool kDown, bool kFresh>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[32], u64 a, u64 b) {
     if constexpr (kFresh) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[32], u64 a, u64 b) {
     }
 }
 
-/// d = A·B (kFresh) or d += A·B, 64 x 64 x 16, with A in registers.
+/// Computes d = A·B (kFresh) or d += A·B, with shape 64 x 64 x 16 and A in registers.
 template <bool kDown, bool kFresh>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     if constexpr (kFresh) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[32], u32 a0, u32 a1, u32 a
     }
 }
 
-/// d = A·B (kFresh) or d += A·B, 64 x 128 x 16. A is K-major; B is K-major (MN-major with kDown).
+/// Computes d = A·B (kFresh) or d += A·B, with shape 64 x 128 x 16. A is K-major; B is K-major (MN-major with kDown).
 template <bool kDown, bool kFresh>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[64], u64 a, u64 b) {
     if constexpr (kFresh) {
@@ -66,7 +66,7 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[64], u64 a, u64 b) {
     }
 }
 
-/// d = A·B (kFresh) or d += A·B, 64 x 128 x 16, with A in registers.
+/// Computes d = A·B (kFresh) or d += A·B, with shape 64 x 128 x 16 and A in registers.
 template <bool kDown, bool kFresh>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     if constexpr (kFresh) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[64], u32 a0, u32 a1, u32 a
     }
 }
 
-/// d += A·B, 64 x 192 x 16, with A in registers. B is K-major (MN-major with kDown).
+/// Computes d += A·B, with shape 64 x 192 x 16 and A in registers. B is K-major (MN-major with kDown).
 template <bool kDown, bool kFresh>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[96], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     static_assert(!kFresh);
@@ -94,7 +94,7 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[96], u32 a0, u32 a1, u32 a
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kDown ? 1 : 0));
 }
 
-/// d += A·B, 64 x 2·kCount x 16; both operands are MN-major and in shared memory.
+/// Computes d += A·B, with shape 64 x 2·kCount x 16; both operands are MN-major and in shared memory.
 template <int kCount>
 __device__ __forceinline__ void wgmma_bf16_down(float (&d)[kCount], u64 a, u64 b) {
     if constexpr (kCount == 64) {

@@ -1,5 +1,5 @@
-// The accumulators of wgmma as inline assembly lists them: their names in the text, the registers that are added to, and the registers
-// that are written without being read.
+// The accumulators of wgmma as text for inline assembly: their names, the registers
+// that the instruction adds to, and the registers that it writes without reading them.
 #pragma once
 
 #define NIB_NAMES_32 \

@@ -1,14 +1,14 @@
-// GEMMs of FP8 blocks: the ring of stages in shared memory, the warps that fill it, and the warps that multiply, scale and store.
+// GEMMs of FP8 blocks: the ring of pipeline stages in shared memory, the warps that fill the ring, and the warps that multiply, scale and store.
 #pragma once
 #include "pieces/products/grouped_store.cuh"
 
 namespace nib {
 
-constexpr int kBlockK = 128;  // elements of K per stage: one scale block, so one promotion (scaling and F32 addition) per stage
+constexpr int kBlockK = 128;  // elements of k per stage: one scale block, so each stage needs one promotion (scaling and F32 addition)
 
-/// The columns of D (rows of B) that share a scale of B. kTile: the 128 columns of a tile, as for weights. kStrips:
-/// strips of 32 columns, as for columns lifted from MXFP4 rows. kPowers and kFloats: each column has its own scale,
-/// a power of two or any F32.
+/// How many columns of D (rows of B) share a scale of B. kTile: the 128 columns of a tile, as
+/// weights need. kStrips: strips of 32 columns, as columns lifted from MXFP4 rows need. kPowers and
+/// kFloats: each column has its own scale, which is a power of two (kPowers) or any F32 (kFloats).
 enum class ScalesOfB { kTile, kStrips, kPowers, kFloats };
 constexpr int kStrips = 4;
 __host__ __device__ constexpr bool by_column(ScalesOfB of) { return of == ScalesOfB::kPowers || of == ScalesOfB::kFloats; }
@@ -17,10 +17,10 @@ __host__ __device__ constexpr int columns_a_scale(ScalesOfB of) {
 }
 __host__ __device__ constexpr int scale_warps(ScalesOfB of) { return by_column(of) ? 3 : 2; }
 
-/// The scales of columns are in the order of the accumulators, as four lists. The first list is for lanes 0, 4, 8,
-/// ... of a warp, with columns 8j and 8j + 1; the second for lanes 1, 5, 9, ..., with columns 8j + 2 and 8j + 3, and
-/// so on. A list has 32 scales and four words of padding, so that the four lists start in different banks. Powers of
-/// two are stored as BF16, two per word, because the tensor cores wait while lanes read shared memory.
+/// The scales of columns are stored in the order of the accumulators, as four lists. The first list is for lanes 0, 4,
+/// 8, ... of a warp, which have columns 8j and 8j + 1; the second list is for lanes 1, 5, 9, ..., which have columns 8j
+/// + 2 and 8j + 3; and so on. A list has 32 scales and four words of padding, so that the four lists start in different
+/// banks. Powers of two are stored as BF16, two per word, because the tensor cores wait while lanes read shared memory.
 __host__ __device__ constexpr int lane_words(ScalesOfB of) { return of == ScalesOfB::kPowers ? 16 : 32; }
 __host__ __device__ constexpr int words_of_b(ScalesOfB of) { return by_column(of) ? 4 * (lane_words(of) + 4) : kStrips; }
 
@@ -28,21 +28,21 @@ template <int kStages, int kOutBuffers, int kBoxes, ScalesOfB kScalesB, class Ou
 struct SharedLayout {
     u8 a[kStages][kBlockM * kBlockK];
     u8 b[kStages][kBlockN * kBlockK];
-    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // sums being stored to D
+    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // sums that are being stored to D
     ptx::Barrier loaded[kMathWarps][kOutBuffers];                        // the old values of D have arrived in `out`
-    alignas(16) float scale_a[kStages][kBlockM];                         // multiplied by B's scale if the whole tile shares one scale of B
+    alignas(16) float scale_a[kStages][kBlockM];                         // multiplied by the scale of B if the whole tile shares one scale of B
     alignas(16) u32 scale_b[kStages][words_of_b(kScalesB)];
-    Tile tile[kStages];           // set in the first stage of a tile
+    Tile tile[kStages];           // written with the first stage of each tile
     ptx::Barrier full[kStages];   // TMA and the scale warps delivered the stage
-    ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with the stage
+    ptx::Barrier empty[kStages];  // the math warps of the whole cluster have finished reading the stage
 
-    /// Whether a stage holds two blocks of K if a tile has rows for one wave only: A's space then holds the first
-    /// block's rows of A, the second block's rows of A, and the second block's rows of B.
+    /// True if a stage holds two blocks of k for a tile that has rows for only one wave. The space for A then
+    /// holds the first block's rows of A, the second block's rows of A, and the second block's rows of B.
     static constexpr bool kPairs = false;
     static constexpr int kSecondA = kWaveRows * kBlockK, kSecondB = 2 * kSecondA;
 };
 
-/// Fills the ring with codes. One warp calls this function.
+/// Fills the ring with the codes of A and B. One warp calls this function.
 template <Ragged kRagged, int kStages, int kCluster, class Shared>
 __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, const TensorMap& map_b, const Groups& groups) {
     constexpr int kSlice = kBlockM / kCluster;
@@ -55,9 +55,9 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, 
         });
 }
 
-/// The scales of four adjacent rows for four blocks of K, loaded by as few and as wide loads as their layout allows.
-/// One-byte scales are loaded kWidth at a time from a row: 4, or 8, in which case the second half is kept for the next
-/// call.
+/// The scales of four adjacent rows for four blocks of k, loaded by as few and as wide
+/// loads as their layout allows. One-byte scales are loaded kWidth at a time from a row,
+/// where kWidth is 4 or 8. If kWidth is 8, the second half is saved for the next call.
 template <int kWidth>
 struct FourRows {
     enum Layout { kBytesByRow, kBytesByOddRow, kBytesByBlock, kF32ByRow, kF32ByBlock, kScattered };
@@ -66,7 +66,7 @@ struct FourRows {
     /// `rows` is the number of rows.
     __device__ __forceinline__ FourRows(const Scales& scales, int rows, int first_block) : scales_(scales), rows_(rows) {
         const bool by_row = scales.block_stride == 1, by_block = scales.row_stride == 1 && scales.block_stride % 4 == 0 && scales.block_stride != 0;
-        // The bytes of a row, or its four F32 scales, start at a multiple of their size.
+        // The bytes of a row, or the four F32 scales of a row, start at a multiple of their total size.
         const u32 odd = scales.row_stride | u32(first_block);
         if (by_block)
             layout_ = scales.is_f32 ? kF32ByBlock : kBytesByBlock;
@@ -80,21 +80,21 @@ struct FourRows {
             layout_ = kScattered;
     }
 
-    /// For a layout that the caller knows.
+    /// Variant for a layout that the caller knows at compile time.
     __device__ __forceinline__ FourRows(const Scales& scales, int rows, Layout layout)
         : scales_(scales), rows_(rows), layout_(layout) {}
 
     __device__ __forceinline__ Layout layout() const { return layout_; }
 
     /// Loads blocks `block` to `block` + 3 of four rows from `row` on, a multiple of 4. Blocks past `last` get
-    /// arbitrary scales. `from` is `block` counted from the tile's first block.
+    /// arbitrary scales. `from` is the index of `block` within the tile, counted from the tile's first block.
     __device__ __forceinline__ void load(int row, int block, int from, int last) {
         const u8* const bytes = static_cast<const u8*>(scales_.values);
         const u32* const words = static_cast<const u32*>(scales_.values);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32 r = min(row + i, rows_ - 1);
-            // In the layouts by block, the scales of a block are padded to 16 bytes.
+            // If the scales of one block are contiguous, they are padded to 16 bytes.
             const u32 padded = min(u32(row), scales_.block_stride - 4);
             const u32 at = u32(min(block + i, last)) * scales_.block_stride + padded;
             if (layout_ == kBytesByRow || layout_ == kBytesByOddRow) {
@@ -108,8 +108,8 @@ struct FourRows {
                     raw_[i][0] = eight.x;
                     later_[i] = eight.y;
                 } else {
-                    // Loads eight bytes that start anywhere in a word. Nothing past the buffer's last word is
-                    // read.
+                    // Loads eight bytes that may start at any byte of a
+                    // word. Nothing past the buffer's last word is read.
                     u32 three[3];
 #pragma unroll
                     for (int w = 0; w < 3; ++w) three[w] = __ldg(words + min(first / 4 + w, u32(rows_) * scales_.row_stride / 4 - 1));
@@ -129,7 +129,7 @@ struct FourRows {
         }
     }
 
-    /// The rows' scales for the `ahead`-th block.
+    /// Returns the scales of the rows for the `ahead`-th block.
     __device__ __forceinline__ float4 scales(int ahead) const {
         if (layout_ == kBytesByBlock) {
             const u32 four = raw_[ahead][0];
@@ -147,8 +147,8 @@ struct FourRows {
     }
 
   private:
-    /// Extracts four bytes that start anywhere in a word. Nothing past the buffer's last word is
-    /// read.
+    /// Extracts four bytes that may start at any byte of a
+    /// word. Nothing past the buffer's last word is read.
     __device__ __forceinline__ u32 four_bytes(const u32* words, u32 first) const {
         const u32 end = min(first / 4 + 1, u32(rows_) * scales_.row_stride / 4 - 1);
         return __funnelshift_r(__ldg(words + first / 4), __ldg(words + end), first % 4 * 8);
@@ -161,8 +161,8 @@ struct FourRows {
     u32 later_[4];
 };
 
-/// Stores the scales of four columns from `column` on in the order of lanes that `words_of_b`
-/// defines.
+/// Stores the scales of four columns from `column` on, in
+/// the order of lanes that `words_of_b` defines.
 template <ScalesOfB kScalesB>
 __device__ __forceinline__ void put_columns(u32* scale_b, int column, float4 four) {
     constexpr int kLane = lane_words(kScalesB);
@@ -177,10 +177,10 @@ __device__ __forceinline__ void put_columns(u32* scale_b, int column, float4 fou
     }
 }
 
-/// Runs in the scale warps: fetches scales for four stages at a time and puts them into the ring. `thread` is the
-/// index within the scale warps. Each of the first 64 threads fetches the scales of four rows of A. If each column
-/// has a scale, each of the next 32 threads fetches the scales of four columns of B; otherwise the first threads
-/// fetch B's scales too.
+/// The scale warps call this function. It fetches scales for four stages at a time and puts them
+/// into the ring. `thread` is the index within the scale warps. Each of the first 64 threads
+/// fetches the scales of four rows of A. If each column has a scale, each of the next 32 threads
+/// fetches the scales of four columns of B; otherwise the first threads fetch the scales of B too.
 template <Ragged kRagged, int kStages, int kCluster, ScalesOfB kScalesB, class Shared>
 __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scales_a, const Scales& scales_b,
                                              const Groups& groups, int thread) {
@@ -189,7 +189,7 @@ __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scale
     const bool of_a = !by_column(kScalesB) || thread < kBlockM / 4;
     const int slot = of_a ? thread * 4 : thread * 4 - kBlockM;
     const int rows = of_a ? groups.m : kRagged == Ragged::kRows ? groups.n * groups.count : groups.n;
-    // A group's matrix has its own rows of shared scales.
+    // If rows of B share scales, the matrix of each group has its own rows of scales.
     const int rows_b = ceil_div(groups.n, kSharedB);
     Schedule<kRagged, kBlockM, kCluster> schedule(groups);
     Ring<kStages> ring;
@@ -243,8 +243,8 @@ __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scale
     deliver();
 }
 
-/// Starts the product of a stage for one wave of 64 rows: four WGMMAs over its 128 elements of K. `a` and `b` are
-/// the low halves of the tiles' descriptors; one step of 32 along K is 32 bytes, 2 in a descriptor.
+/// Starts the product of a stage for one wave of 64 rows: four WGMMAs over its 128 elements of k. `a` and `b` are the
+/// low halves of the tiles' descriptors. One step of 32 elements along k is 32 bytes, which add 2 to a descriptor.
 template <ptx::Fp8 kA, ptx::Fp8 kB>
 __device__ __forceinline__ void multiply(float (&partial)[64], u32 a, u32 b) {
     ptx::wgmma_pin(partial);
@@ -263,10 +263,10 @@ __device__ __forceinline__ void finish(float (&partial)[64]) {
     ptx::wgmma_pin(partial);
 }
 
-/// The scales for a lane's partial sums of one wave: those of its two rows, and those of its 32 columns, unless the
-/// rows' scales already contain B's (kTile). One scale per column costs one more multiplication per element, and more
-/// loads. Half of these loads are issued while the product runs (`fetch`), because the tensor cores leave little
-/// shared-memory bandwidth to other readers.
+/// The scales for a lane's partial sums of one wave: the scales of its two rows, and those of its 32
+/// columns, unless the rows' scales already contain the scale of B (kTile). One scale per column costs
+/// one more multiplication per element, and more loads. Half of these loads are issued while the product
+/// runs (`fetch`), because the tensor cores leave little shared-memory bandwidth to other readers.
 template <ScalesOfB kScalesB>
 struct Promotion {
     static constexpr int kVectors = lane_words(kScalesB) / 4, kFetched = kVectors / 2;
@@ -284,7 +284,7 @@ struct Promotion {
         if constexpr (by_column(kScalesB)) columns = of_b + ptx::lane_idx() % 4 * (kVectors + 1);
     }
 
-    /// Called while the product of the stage runs.
+    /// The math warps call this function while the product of the stage runs.
     __device__ __forceinline__ void fetch() {
         if constexpr (by_column(kScalesB)) {
 #pragma unroll
@@ -292,7 +292,7 @@ struct Promotion {
         }
     }
 
-    /// total = fma(scales, partial, total).
+    /// Computes total = fma(scales, partial, total).
     __device__ __forceinline__ void add(float (&total)[64], float (&partial)[64]) {
         if constexpr (kScalesB == ScalesOfB::kTile) {
 #pragma unroll
@@ -325,24 +325,24 @@ struct Promotion {
     }
 };
 
-/// Consumes the stages of the ring: multiplies, promotes (scales and adds in F32), and stores finished
-/// tiles. `warp` is the index among the math warps.
+/// Processes the stages of the ring: multiplies, promotes (scales and adds in
+/// F32), and stores finished tiles. `warp` is the index among the math warps.
 template <ptx::Fp8 kA, ptx::Fp8 kB, Ragged kRagged, int kStages, int kCluster, int kOutBuffers, int kBoxes, ScalesOfB kScalesB, Adds kAdds,
           bool kTransposed, class Out, class Shared>
 __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, int warp) {
     const u32 lane = ptx::lane_idx();
-    const int first_row = warp / 4 * kWaveRows;             // first row of this warpgroup's first wave, in the tile
-    const int warp_row = first_row + warp % 4 * kOutRows;   // first row of this warp
+    const int first_row = warp / 4 * kWaveRows;             // first row, in the tile, of this warpgroup's first wave
+    const int warp_row = first_row + warp % 4 * kOutRows;   // first row, in the tile, of this warp
     const int lane_row = warp_row + lane / 4;               // row of this lane's even accumulators
     constexpr int kNextWave = 2 * kWaveRows;
-    // Unrolling the stages needs registers that one scale per column does not leave; with register spills it is 8 %
-    // slower.
+    // The loop over stages is not unrolled if each column has a scale, because
+    // too few registers are left; with register spills, the kernel is 8 % slower.
     constexpr bool kUnrolled = !by_column(kScalesB);
     constexpr u32 kStageA = kBlockM * kBlockK / 16, kStageB = kBlockN * kBlockK / 16;
     const u32 first_a = ptx::wgmma_descriptor_low(shared_address(shared.a[0]) + first_row * kBlockK);
     const u32 first_b = ptx::wgmma_descriptor_low(shared_address(shared.b[0]));
     Ring<kStages> ring;
-    bool ready = false;  // whether the ring's next stage is known to be full
+    bool ready = false;  // true if the ring's next stage is known to be full
     float total[2][64];
 #pragma unroll
     for (int wave = 0; wave < 2; ++wave)
@@ -360,19 +360,19 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     Stored stores(shared.out[warp], shared.loaded[warp], map_d);
     const auto rows_of = [&](const Tile& tile, int part) -> Rows {
         const int row = warp_row + part / kParts * kNextWave;
-        // If the warp adds to D, then D is a gradient: all of its rows exist up to the matrix's end, past which
-        // TMA stores nothing.
+        // If the warp adds to D, then D is a gradient. All rows of a gradient
+        // exist up to the matrix's end, and TMA stores nothing past this end.
         const bool whole = Stored::kLoads;
         return {tile.row_a + row, tile.col_d, tile.matrix, whole ? kOutRows : tile.kept - row, whole ? kOutRows : tile.stored - row};
     };
-    // Stores parts [from, to) of a tile. If the warp adds to D, this also loads later parts of D ahead. `more` says
-    // whether a tile `next` follows, whose first parts are then loaded too. After the last tile nothing is loaded,
-    // because no copy to shared memory may be in flight when a CTA exits.
+    // Stores parts [from, to) of a tile. If the warp adds to D, this also loads later parts of D ahead.
+    // `more` says whether a tile `next` follows; if so, the first parts of `next` are loaded too. After
+    // the last tile nothing is loaded, because no copy to shared memory may be in flight when a CTA exits.
     const auto store = [&](const Tile& tile, int from, int to, const Tile& next = {}, bool more = false) {
 #pragma unroll
         for (int part = from; part < to; ++part) {
-            // A tile with one wave has no rows for half of its parts. No code waits for the stores
-            // of parts without rows.
+            // A tile with one wave has no rows for half of its parts.
+            // No code waits for the stores of parts without rows.
             if (Shared::kPairs && rows_of(tile, part).stored <= 0) continue;
             stores.store(total[part / kParts], rows_of(tile, part), part);
             constexpr int kPending = Stored::kLeaving;
@@ -381,17 +381,17 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
             if (later >= kOutBuffers && later < kAll) stores.template load<kPending>(rows_of(tile, later), later);
         }
     };
-    // Loads the parts of D that `store` does not load: those of a tile whose buffers are free before its first part
-    // is stored.
+    // Loads the parts of D that `store` does not load. These are the parts of
+    // a tile whose buffers are free before the tile's first part is stored.
     const auto load = [&](const Tile& tile) {
 #pragma unroll
         for (int part = Stored::kAhead; part < kOutBuffers; ++part)
             stores.template load<0>(rows_of(tile, part), part);
     };
     const auto release = [&](u32 stage) {
-        // Every lane has read what it needs of the stage; a few lanes arrive for the whole warp. compute-sanitizer's
-        // racecheck does not understand this, and reports the accesses that the arrival orders; if every thread
-        // arrives, it reports nothing.
+        // Every lane has read what it needs of the stage, and a few lanes arrive for the whole
+        // warp. compute-sanitizer's racecheck does not understand this and reports the accesses
+        // that the arrival orders. If every thread arrives, racecheck reports nothing.
         __syncwarp();
         if (lane < kCluster) {  // lane i arrives at CTA i, which fills part of this stage
             if constexpr (kCluster == 1)
@@ -403,21 +403,21 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     const auto await = [&](u32 stage) {
         if (!ready) ptx::barrier_wait(shared.full[stage], ring.parity);
     };
-    // Advances to the next stage. Whether that stage is full is queried before a promotion, so that the answer has
-    // arrived afterwards.
+    // Advances to the next stage. The code queries before a promotion whether
+    // that stage is full, so that the answer has arrived after the promotion.
     const auto advance = [&](u32 stage) {
         ring.stage = stage + 1 == kStages ? 0 : stage + 1;
         if (stage + 1 == kStages) ring.parity ^= 1;
         ready = ptx::barrier_passed(shared.full[ring.stage], ring.parity);
     };
-    // The previous tile, whose remaining parts are stored during the first products of the next tile. Initially there
-    // is no previous tile.
+    // The previous tile, whose remaining parts are stored during the first
+    // products of the next tile. Initially there is no previous tile.
     Tile before = {Stored::kNowhere};
     stores.begin(kLast);
 #pragma unroll
     for (int part = kLast; part < kLast + Stored::kAhead; ++part) stores.template load<0>(rows_of(before, part), part);
-    // The scales of a promotion are read before its product starts. If the warp adds to D and needs the registers, the
-    // scales are read after the stores that are issued during that product.
+    // The scales of a promotion are read before its product starts. But if the warp adds to D and
+    // needs the registers, the scales are read after the stores that are issued during that product.
     constexpr bool kLate = Stored::kLoads;
     // Multiplies both waves of a stage. While the tensor cores work, parts of the previous tile, or of
     // this tile, are stored.
@@ -447,7 +447,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         lower.add(total[1], partial);
         if constexpr (by_column(kScalesB)) release(stage);
     };
-    // Multiplies the two blocks of a stage with a single wave (kPairs). The first block's product is promoted while
+    // Multiplies the two blocks of a stage with a single wave (kPairs). The product of the first block is promoted while
     // the second block is multiplied. The second product uses the registers of the other wave's sums, which are free.
     const auto take_pair = [&](u32 stage) {
         const u32 a = first_a + stage * kStageA, second_a = a + Shared::kSecondA / 16, second_b = a + Shared::kSecondB / 16;
@@ -468,13 +468,13 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         await(ring.stage);
         Tile tile = uniform(shared.tile[ring.stage]);
         if (tile.len_k < 0) break;
-        // There is nothing to add to D.
+        // This tile has no old values of D to add.
         if (kAdds != Adds::kNone && tile.len_k == 0) tile.row_a = Stored::kNowhere;
         const int blocks = ceil_div(tile.len_k, kBlockK);
         if (tile.kept > first_row + kNextWave && blocks > 0) {
             for (int block = 0; block < blocks;) {
                 if (kUnrolled && ring.stage == 0 && blocks - block >= kStages) {
-                    // Unrolled over all stages, addresses are constants, which is 2 to 3 % faster.
+                    // With the loop unrolled over all stages, addresses are constants, which is 2 to 3 % faster.
 #pragma unroll
                     for (int stage = 0; stage < kStages; ++stage)
                         take(tile, stage, stage == 0 && block == 0, stage <= 1 && block + stage == 1, stage == kStages - 1 && block == blocks - kStages);
@@ -485,8 +485,8 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
                 }
             }
         } else {
-            // Here only the first wave of this warpgroup has rows, or no wave has rows, or there is
-            // nothing to multiply.
+            // In this branch only the first wave of this warpgroup has
+            // rows, or no wave has rows, or the contraction is empty.
             store(before, kLast, kAll, tile, true);
             load(tile);
             const bool some = tile.kept > first_row && blocks > 0;
@@ -502,7 +502,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
                             advance(ring.stage);
                         }
                     }
-                    // `take_pair` has overwritten the registers of the second wave's sums.
+                    // `take_pair` has overwritten the registers that hold the sums of the second wave.
 #pragma unroll
                     for (int i = 0; i < 64; ++i) total[1][i] = 0.0f;
                 }

@@ -1,7 +1,7 @@
-// The order of tiles if many groups are short, with up to 128 rows. A short group reads its whole matrix of B for few
-// rows, so its tiles are bound by memory; the tiles of long groups are bound by the tensor cores. A cluster processes
-// every n-th tile of either kind and interleaves the two kinds evenly. A phase offset between clusters keeps memory
-// and tensor cores busy at all times.
+// The order of tiles if many groups are short (at most 128 rows). A short group reads its whole
+// matrix of B for few rows, so its tiles are limited by memory; the tiles of long groups are limited
+// by the tensor cores. A cluster processes every n-th tile of either kind and interleaves the two
+// kinds evenly. A phase offset between clusters keeps memory and tensor cores busy at all times.
 //
 // One warp finds the tiles and passes them to the other warps through a small ring. The warp that finds the tiles
 // runs ahead, so that no other warp waits for the lists of groups in global memory.
@@ -10,8 +10,8 @@
 
 namespace nib {
 
-/// A tile, and whether its group has only one row of tiles, so that no other tile reads the same rows of
-/// B.
+/// An output tile. The flag says whether its group has only one
+/// row of tiles, so that no other tile reads the same rows of B.
 struct MixedTile : Tile {
     int alone;
 };
@@ -31,7 +31,7 @@ struct TileQueue {
         }
     }
 
-    /// A warp's position in the queue.
+    /// The position of a warp in the queue.
     class Reader {
       public:
         __device__ __forceinline__ explicit Reader(TileQueue& queue) : queue_(queue) {}
@@ -76,18 +76,18 @@ template <bool kLong>
 class Walk {
   public:
     struct Place {
-        int group, within, tiles_m;  // the tile's group, the tile's index in the group, and the number of rows of tiles in the group
+        int group, within, tiles_m;  // the tile's group, the tile's index within the group, and the number of rows of tiles in the group
         Groups::Span rows;
     };
 
-    /// The number of rows of tiles in a group with `padded` rows; 0 if the group is of the other
-    /// kind.
+    /// Returns the number of rows of tiles in a group with
+    /// `padded` rows, or 0 if the group is of the other kind.
     static __device__ __forceinline__ int tiles_m(int padded) {
         const bool is_long = padded > kBlockM / 2;
         return is_long != kLong ? 0 : kLong ? ceil_div(padded, kBlockM) : int(padded > 0);
     }
 
-    /// The position of tile number `tile` of a kind. Tile numbers must increase from call to call.
+    /// Returns the position of tile number `tile` of a kind. Tile numbers must increase from call to call.
     __device__ __forceinline__ Place find(const Groups& groups, int columns, int tile) {
         for (int end = __shfl_sync(kAll, end_, 31); tile >= end && base_ < groups.count; end = __shfl_sync(kAll, end_, 31))
             load(groups, columns, base_ + 32, end);
@@ -109,8 +109,8 @@ class Walk {
         end_ = sum_up_to_lane(tiles_m(rows_.padded) * columns) + before;
     }
 
-    int base_ = -32;  // group of lane 0
-    int end_ = 0;     // number of tiles up to and including this lane's group
+    int base_ = -32;  // the group of lane 0
+    int end_ = 0;     // the number of tiles in all groups up to and including this lane's group
     Groups::Span rows_ = {};
 };
 
@@ -133,16 +133,16 @@ class MixedSchedule {
         }
         const int cluster = blockIdx.x / kCluster;
         next_long_ = cluster;
-        // Short tiles are assigned from the last cluster on, so that a cluster with one more long tile gets one fewer
-        // short tile.
+        // Short tiles are assigned to clusters from the last cluster on, so
+        // that a cluster with one more long tile gets one fewer short tile.
         next_short_ = clusters_ - 1 - cluster;
         longs_ = share(tiles_long, next_long_);
         left_ = tiles_ = longs_ + share(tiles_short, next_short_);
         phase_ = int((long long)tiles_ * cluster / clusters_);
     }
 
-    /// Finds the next tile of this CTA; returns false if there are no more tiles. All lanes of the warp
-    /// call this function together.
+    /// Finds the next tile of this CTA, or returns false if there are no
+    /// more tiles. All lanes of the warp call this function together.
     __device__ __forceinline__ bool take(MixedTile& tile) {
         if (left_ == 0) return false;
         --left_;
@@ -162,7 +162,7 @@ class MixedSchedule {
   private:
     static constexpr int kAtOnce = 4;
 
-    /// The number of this cluster's tiles of a kind; the first of these tiles is `first`.
+    /// Returns how many tiles of a kind this cluster has; `first` is the first of these tiles.
     __device__ __forceinline__ int share(int tiles_m_of_lane, int first) const {
         const int tiles = int(__reduce_add_sync(0xFFFFFFFF, u32(tiles_m_of_lane))) * columns_;
         return ceil_div(max(tiles - first, 0), clusters_);
@@ -170,7 +170,7 @@ class MixedSchedule {
 
     template <class Place>
     __device__ __forceinline__ void place(MixedTile& tile, const Place& at) const {
-        // The bands are those of the other schedule (grouped_schedule.cuh).
+        // The bands of tiles are those of grouped_schedule.cuh.
         const int band = at.within / (groups_.band * columns_), within = at.within - band * groups_.band * columns_;
         const int band_rows = min(groups_.band, at.tiles_m - band * groups_.band);
         const int row = (band * groups_.band + within % band_rows) * kBlockM;
@@ -185,11 +185,11 @@ class MixedSchedule {
     }
 
     const Groups& groups_;
-    int columns_;  // columns of clusters in one group's D
+    int columns_;  // number of cluster columns in the D of one group
     int clusters_, rank_;
     int next_long_, next_short_;  // this cluster's next tile of either kind
-    int tiles_, longs_, left_;    // this cluster's tiles: all tiles, long tiles, and tiles still to come
-    int phase_;                   // increases by longs_ modulo tiles_; whenever the sum wraps, a long tile follows
+    int tiles_, longs_, left_;    // number of this cluster's tiles: all tiles, long tiles, and tiles still to come
+    int phase_;                   // increases by longs_ modulo tiles_; whenever the sum wraps around, a long tile follows
     Walk<true> long_;
     Walk<false> short_;
 };

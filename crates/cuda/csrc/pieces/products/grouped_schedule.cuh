@@ -1,7 +1,7 @@
-// GEMMs over groups whose sizes only the device knows: the layout of groups and scales, and the order of output tiles.
+// Grouped GEMMs whose group sizes only the device knows: the layout of groups and scales, and the order of output tiles.
 //
-// Every warp that needs the order computes it itself, for 32 groups at a time: a prefix sum over the warp's lanes, and a vote
-// that finds a tile's group. A cluster processes every gridDim.x / kCluster-th tile.
+// Every warp that needs the order of tiles computes it itself, for 32 groups at a time: by a prefix sum over the
+// warp's lanes, and a vote that finds a tile's group. A cluster processes every gridDim.x / kCluster-th tile.
 #pragma once
 #include "formats/e8m0.cuh"
 #include "math/reduce.cuh"
@@ -10,14 +10,14 @@
 
 namespace nib {
 
-/// The meaning of a group's rows: rows of A and D (fprop and dgrad), or the contraction (wgrad).
+/// The meaning of the rows of a group: they are rows of A and D (fprop and dgrad), or the contraction (wgrad).
 enum class Ragged { kRows, kContraction };
 
-/// Scales in memory: the scale of (row, block) is at row * row_stride + block * block_stride.
+/// Scales in memory: the scale of block `block` of row `row` is at row * row_stride + block * block_stride.
 struct Scales {
     const void* values;
     u32 row_stride, block_stride;  // 32 bits are enough: there are fewer than 2^32 scales
-    int is_f32;                    // whether scales are F32; otherwise E8M0 bytes
+    int is_f32;                    // true if the scales are F32, false if they are E8M0 bytes
 
     __device__ __forceinline__ u32 load(u32 row, u32 block) const {
         const u32 at = row * row_stride + block * block_stride;
@@ -28,20 +28,20 @@ struct Scales {
     }
 };
 
-/// An output tile, for all warps that process it. Rows and columns are counted in elements.
+/// An output tile, as all warps that process it need it. Rows and columns are counted in elements.
 struct alignas(16) Tile {
-    int row_a;   // first row of A, and first row of D's matrix
+    int row_a;   // first row of A, and first row of the matrix of D
     int row_b;   // first row of B
     int k;       // first index of the contraction
     int len_k;   // length of the contraction; 0: nothing to add; -1: there are no more tiles
-    int matrix;  // index of D's matrix
+    int matrix;  // index of the matrix of D
     int col_d;   // first column of D
-    int kept;    // rows that are computed
-    int stored;  // rows that are written; rows past `kept` are written as zeros
+    int kept;    // number of rows that are computed
+    int stored;  // number of rows that are written; rows past `kept` are written as zeros
 };
 
-/// Lane 0's value in every lane. The compiler then knows that the value is uniform, and keeps values derived from it
-/// out of vector registers.
+/// Returns lane 0's value in every lane. The compiler then knows that the
+/// value is uniform, and keeps values derived from it out of vector registers.
 __device__ __forceinline__ int same_in_all(int value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
 
 __device__ __forceinline__ Tile uniform(const Tile& tile) {
@@ -49,29 +49,29 @@ __device__ __forceinline__ Tile uniform(const Tile& tile) {
             same_in_all(tile.matrix), same_in_all(tile.col_d), same_in_all(tile.kept), same_in_all(tile.stored)};
 }
 
-/// The lists of groups, and the sizes of the GEMM. If `start` is null, there is one group that has
-/// all rows.
+/// The lists of groups, and the sizes of the GEMM. If `start`
+/// is null, there is only one group, which has all rows.
 struct Groups {
     const int* start;
     const int* len;
     int count;
-    int m, n, k;  // rows of A (of all groups together, or of one gradient), rows of B of one group, contraction
-    int band;     // rows of tiles per band
+    int m, n, k;  // rows of A (of all groups together, or of one gradient), rows of B of one group, length of the contraction
+    int band;     // number of tile rows per band
 
     /// The rows of a group: the first row, the number with padding, and the number of valid rows.
     struct Span {
         int first, padded, len;
     };
 
-    /// The rows of a group, clamped to the `extent` rows that exist, whatever the lists contain.
+    /// Returns the rows of a group, clamped to the `extent` rows that exist, whatever the lists contain.
     __device__ __forceinline__ Span span(int group, int extent) const {
         const int first = min(max(start[group], 0), extent);
         const int padded = min(max(start[group + 1], first), extent) - first;
         return {first, padded, min(max(len[group], 0), padded)};
     }
 
-    /// The rows of a group if groups are rows of A; no rows for a group that does not exist. The function has no
-    /// branches, so that the loads of several groups are in flight together.
+    /// Returns the rows of a group if groups are rows of A; a group that does not exist has no rows.
+    /// The function has no branches, so that the loads of several groups are in flight together.
     __device__ __forceinline__ Span span_or_none(int group) const {
         const Span found = span(min(group, count - 1), m);
         return group < count ? found : Span{};
@@ -90,8 +90,8 @@ class Schedule {
         if constexpr (kRagged == Ragged::kRows) load(0, 0, false);
     }
 
-    /// Finds the next tile of this CTA; returns false if there are no more tiles. All lanes of a warp
-    /// call this function together.
+    /// Finds the next tile of this CTA, or returns false if there are
+    /// no more tiles. All lanes of a warp call this function together.
     __device__ __forceinline__ bool take(Tile& tile) {
         int group, within, tiles_m, first, len, padded;
         if constexpr (kRagged == Ragged::kRows) {
@@ -120,8 +120,8 @@ class Schedule {
             len = rows.len;
             padded = groups_.m;
         }
-        // Tiles are ordered in bands of rows of tiles, and within a band column by column. So the clusters that
-        // run concurrently cover a nearly square patch of D, and share its operands in the L2.
+        // Tiles are ordered in bands of tile rows, and within a band column by column. So the clusters that
+        // run concurrently cover a nearly square patch of D, and share the operands of this patch in the L2.
         const int band = within / (groups_.band * columns_);
         within -= band * groups_.band * columns_;
         const int band_rows = min(groups_.band, tiles_m - band * groups_.band);
@@ -152,9 +152,9 @@ class Schedule {
     static constexpr int kBlockN = 128;
     static constexpr u32 kAll = 0xFFFFFFFF;
 
-    /// Loads one group per lane, from group `base` on; `before` is the number of tiles before these groups. `shorter`:
-    /// counts the partial last tiles of groups instead of the full tiles. All partial tiles come after all full tiles,
-    /// so that the launch ends with small work.
+    /// Loads one group per lane, from group `base` on; `before` is the number of tiles before
+    /// these groups. `shorter`: counts the partial last tiles of groups instead of the full tiles.
+    /// All partial tiles come after all full tiles, so that the launch ends with small tiles.
     __device__ __forceinline__ void load(int base, int before, bool shorter) {
         const int group = base + int(ptx::lane_idx());
         base_ = base;
@@ -173,12 +173,12 @@ class Schedule {
     }
 
     const Groups& groups_;
-    int columns_;  // columns of clusters in one group's D
+    int columns_;  // number of cluster columns in the D of one group
     int next_, step_, rank_;
-    int base_;            // group of lane 0
-    bool short_ = false;  // whether the partial last tiles are being counted
+    int base_;            // the group of lane 0
+    bool short_ = false;  // true if the partial last tiles are being counted
     int start_, len_, padded_;
-    int end_;  // number of tiles up to and including this lane's group
+    int end_;  // the number of tiles in all groups up to and including this lane's group
 };
 
 }  // namespace nib

@@ -12,10 +12,10 @@ namespace nib {
 
 constexpr int kBlockM = 256;
 constexpr int kBlockN = 128;
-constexpr int kStageBytes = 128;  // bytes of a row in a stage: one swizzled row
+constexpr int kStageBytes = 128;  // number of bytes of a row in a stage, which is one swizzled row
 constexpr int kWaveRows = 64;
 constexpr int kMathWarps = 8;
-constexpr int kOutRows = 16;  // rows that a warp stores at once
+constexpr int kOutRows = 16;  // number of rows that a warp stores at once
 
 /// Position in the ring of stages; `parity` flips each time the ring wraps.
 template <int kStages>
@@ -30,8 +30,8 @@ struct Ring {
     }
 };
 
-/// All threads of the cluster call this function first. Prefetches the tensor maps, initialises the ring's
-/// barriers, and then calls `init`. A stage is full after kDeliveries arrivals.
+/// All threads of the cluster call this function first. It prefetches the tensor maps, initialises
+/// the barriers of the ring, and then calls `init`. A stage is full after kDeliveries arrivals.
 template <int kStages, int kCluster, int kDeliveries, class Shared, class Init>
 __device__ __forceinline__ void begin(Shared& shared, const TensorMap& map_a, const TensorMap& map_b,
                                       const TensorMap& map_d, const Init& init) {
@@ -52,10 +52,10 @@ __device__ __forceinline__ void begin(Shared& shared, const TensorMap& map_a, co
         ptx::cluster_sync();
 }
 
-/// Fills the ring, and writes each tile to the `tile` of its first stage. One warp calls this function. Each CTA of
-/// the cluster loads a slice of A's rows for all CTAs, and its own columns of B. `load(stage, full, tile, k, slices)`
-/// issues the copies for kDepth elements of the contraction from `k` on. Only the first `slices` slices of A are
-/// loaded, because later slices have no valid row.
+/// Fills the ring, and writes each tile to the `tile` of the tile's first stage. One warp calls this
+/// function. Each CTA of the cluster loads a slice of A's rows for all CTAs, and its own columns of B.
+/// `load(stage, full, tile, k, slices)` issues the copies for kDepth elements of the contraction from
+/// `k` on. Only the first `slices` slices of A are loaded, because later slices have no valid row.
 template <Ragged kRagged, int kStages, int kCluster, int kDepth, class Shared, class Load>
 __device__ __forceinline__ void produce(Shared& shared, const Groups& groups, const Load& load) {
     constexpr u32 kBytesA = kBlockM * kStageBytes, kBytesB = kBlockN * kStageBytes;
@@ -98,27 +98,27 @@ __device__ __forceinline__ void load_shared_by_cluster(u8* to, const TensorMap& 
         ptx::tma_load_multicast(to, map, full, x, y, (1 << kCluster) - 1);
 }
 
-/// A warp's 16 rows of a wave that are to be stored: their place in a matrix of D or, with kTransposed, in its
-/// transpose.
+/// The 16 rows of a wave that a warp stores: their place in a matrix
+/// of D or, with kTransposed, in the transpose of the matrix.
 struct Rows {
     int row, col, matrix;
-    int kept, stored;  // number of the 16 rows
+    int kept, stored;  // numbers of these 16 rows that are computed and that are written
 };
 
-/// How sums reach D: they overwrite it, or they are added to it by the L2 or by the warp that holds them. The L2
-/// adds only F32, at a quarter of the memory bandwidth, but the warp continues meanwhile. A warp that adds must wait
-/// for the old values.
+/// How sums reach D: they overwrite D, or the L2 adds them to D, or the warp that holds
+/// them adds them to D. The L2 adds only F32, at a quarter of the memory bandwidth, but
+/// the warp continues meanwhile. A warp that adds must wait for the old values.
 enum class Adds { kNone, kInL2, kInWarp };
 
-/// A box is 16 rows of kBoxCols columns, staged as rows of 64 bytes in the store map's 64-byte swizzle, which
-/// XORs address bits 4-5 with bits 7-8. A lane has kBoxTotals values of a box.
+/// A box has 16 rows of kBoxCols columns. It is staged as rows of 64 bytes in the 64-byte swizzle of
+/// the store map, which XORs address bits 4-5 with bits 7-8. A lane has kBoxTotals values of a box.
 constexpr int kBoxStaged = 1024;
 template <class Out>
 constexpr int kBoxCols = kBoxStaged / kOutRows / int(sizeof(Out));
 template <class Out>
 constexpr int kBoxTotals = kBoxCols<Out> / 2;
 
-/// Stages a box rounded to BF16. kAdd: adds the old values, which are in the staging buffer.
+/// Stages a box, rounded to BF16. kAdd: first adds the old values of D, which are in the staging buffer.
 template <bool kAdd, bool kTransposed>
 __device__ __forceinline__ void stage(u16* staged, const float* total, const Rows& to) {
     static_assert(!kTransposed);
@@ -144,12 +144,12 @@ __device__ __forceinline__ void stage(u16* staged, const float* total, const Row
     }
 }
 
-/// Stages a box as F32. kAdd: adds the old values, which are in the staging buffer.
+/// Stages a box as F32. kAdd: first adds the old values of D, which are in the staging buffer.
 template <bool kAdd, bool kTransposed>
 __device__ __forceinline__ void stage(float* staged, const float* total, const Rows& to) {
     const u32 lane = ptx::lane_idx(), row = lane / 4, right = lane % 4;
     char* const bytes = reinterpret_cast<char*>(staged);
-    // Address of columns 8 (i / 2) + 2 right + {0, 1} of row `row` + 8 (i % 2).
+    // Returns the address of columns 8 (i / 2) + 2 right + {0, 1} of row `row` + 8 (i % 2).
     const auto at = [&](int i) {
         const u32 at = kTransposed ? (right * 128 + (row / 4 ^ right) * 16 + row % 4 * 4) ^ (i % 2 * 32)
                                    : (row * 64 + (right / 2 ^ (row / 2 & 3)) * 16 + right % 2 * 8) ^ (i / 2 * 32);
@@ -181,17 +181,17 @@ __device__ __forceinline__ void stage(float* staged, const float* total, const R
     }
 }
 
-/// A warp's staging buffers for D. A wave's sums go through these buffers part by part; a part is kBoxes boxes. If
-/// the warp adds to D, TMA loads the old values kAhead parts ahead, into the buffer from which the sum will be
-/// stored.
+/// The staging buffers of a warp for D. The sums of a wave go through these buffers
+/// part by part; a part is kBoxes boxes. If the warp adds to D, TMA loads the old
+/// values kAhead parts ahead, into the buffer from which the sum will be stored.
 template <Adds kAdds, bool kTransposed, class Out, int kOutBuffers, int kBoxes>
 class Stores {
   public:
     static constexpr bool kLoads = kAdds == Adds::kInWarp;
     using Staged = Out[kBoxes][kBoxStaged / sizeof(Out)];
-    /// Parts per wave, and per tile. The waves of a tile are stored one after the other.
+    /// Number of parts per wave, and per tile. The waves of a tile are stored one after the other.
     static constexpr int kParts = kBlockN / kBoxCols<Out> / kBoxes, kAll = 2 * kParts;
-    /// A row past the end of any matrix.
+    /// The index of a row that is past the end of any matrix.
     static constexpr int kNowhere = 0x7FFFFC00;
     /// Up to kLeaving parts may be stored while old values of kAhead other parts are loaded.
     static constexpr int kLeaving = kOutBuffers / 2, kAhead = kOutBuffers - kLeaving;
@@ -202,8 +202,8 @@ class Stores {
     __device__ __forceinline__ Stores(Staged (&staged)[kOutBuffers], ptx::Barrier (&loaded)[kOutBuffers], const TensorMap& map_d)
         : staged_(staged), loaded_(loaded), map_d_(map_d), leader_(ptx::lane_idx() == 0) {}
 
-    /// Must be called first. The first `parts` parts that are counted as stored belong to no tile, so their old values
-    /// count as loaded.
+    /// Must be called first. The first `parts` parts that count as
+    /// stored belong to no tile, so their old values count as loaded.
     __device__ __forceinline__ void begin(int parts) {
         if constexpr (kLoads) {
 #pragma unroll
@@ -242,7 +242,7 @@ class Stores {
         for (int i = 0; i < kBoxes * kBoxTotals<Out>; ++i) total[i] = 0.0f;
     }
 
-    /// Starts to load a part's old values when at most kPending earlier stores still read their buffers.
+    /// Starts to load the old values of a part, once at most kPending earlier stores still read their buffers.
     template <int kPending>
     __device__ __forceinline__ void load(const Rows& to, int part) {
         if constexpr (kLoads) {
@@ -257,8 +257,8 @@ class Stores {
     }
 
   private:
-    /// The buffer and the barrier of a part. `here` keeps the compiler from computing the addresses
-    /// earlier.
+    /// The buffer and the barrier of a part. `here` prevents
+    /// the compiler from computing the addresses earlier.
     __device__ __forceinline__ Staged& staged_here(int at) const { return (staged_ + (kLoads ? ptx::here(0) : 0))[at]; }
     __device__ __forceinline__ ptx::Barrier& loaded_here(int at) const { return (loaded_ + ptx::here(0))[at]; }
 
@@ -281,8 +281,8 @@ class Stores {
     u32 turn_ = 0;
 };
 
-/// Stores a box of which only some rows are stored, directly from registers, and sets its sums to
-/// zero.
+/// Stores a box directly from registers if only some of its
+/// rows are stored, and sets its sums to zero.
 template <class Out>
 __device__ __forceinline__ void store_few(Out* d, int n, float* totals, const Rows& to, int box) {
     const int lane = int(ptx::lane_idx());

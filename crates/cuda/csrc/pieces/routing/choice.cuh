@@ -1,11 +1,11 @@
-// Selection of a token's experts: by sorting probabilities, or one by one from any scores.
+// Selects the experts of a token, either by sorting probabilities, or one by one from any scores.
 #pragma once
 #include "math/sort.cuh"
 #include "pieces/routing/token_lanes.cuh"
 
 namespace nib {
 
-constexpr int kSorted = 8;  // the most experts that the fast selection finds
+constexpr int kSorted = 8;  // the greatest number of experts that the fast selection finds
 
 /// Maps numbers to integers in the same order: a larger number has a larger rank, a NaN has rank 1, and an absent
 /// expert has rank 0. Choice scores are never -0.
@@ -18,8 +18,8 @@ __device__ __forceinline__ float number_of(u32 rank) {
     return __uint_as_float(rank == 1 ? 0x7FC00000 : bits);
 }
 
-/// Keeps a token's ranks [experts] in the `top` best groups, and sets the others to zero. `scores` is scratch for the groups' ranks
-/// [groups].
+/// Leaves the ranks [experts] of a token's `top` best groups unchanged, and sets all
+/// other ranks to zero. `scores` is scratch memory for the ranks of the groups [groups].
 template <int kLanes>
 __device__ __forceinline__ void keep_best_groups(u32* ranks, u32* scores, int experts, int groups, int top, int two_largest) {
     const int lane = threadIdx.x % kLanes, each = experts / groups;
@@ -84,8 +84,8 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
         for (int i = 0; i < kSorted; ++i) other[i] = __shfl_xor_sync(kWarp, best[i], lane);
         keep_largest(best, other);
     }
-    // Whether two adjacent values in the order differ only in the index: two chosen experts, or the last chosen expert
-    // and the next.
+    // True if two adjacent values in the order differ only in the index. The
+    // two are chosen experts, or the last chosen expert and the next expert.
     bool is_alike = false;
     u32 last = best[0];
 #pragma unroll
@@ -101,7 +101,7 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
         below = distance < below ? distance : below;
     }
     is_alike = is_alike || below < (last & kIndex);
-    // If all eight experts that a lane kept were chosen, its next expert is unknown.
+    // If all eight experts that a lane kept were chosen, the next expert of the lane is unknown.
     if (kPerLane > kSorted) is_alike = is_alike || mine[kSorted - 1] >= last;
     constexpr int kTurn = kLanes < kSorted ? kLanes : kSorted;
 #pragma unroll
@@ -115,8 +115,8 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
     return !is_alike && top_k <= kSorted;
 }
 
-/// Selects the experts of the largest ranks for any top_k; among equal ranks, the lower index comes first. `rank_at(i)` is the rank of
-/// this lane's expert i, or 0 if the expert cannot be chosen. The experts are found one by one.
+/// Selects the experts of the largest ranks, for any top_k; among equal ranks, the lower index comes first. `rank_at(i)`
+/// returns the rank of this lane's expert i, or 0 if the expert cannot be chosen. The experts are found one by one.
 template <int kLanes, int kPerLane, class Rank>
 __device__ __forceinline__ void choose_any(const Rank& rank_at, int top_k, int* slots) {
     using Token = TokenLanes<kLanes, kPerLane>;

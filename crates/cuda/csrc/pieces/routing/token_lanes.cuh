@@ -1,5 +1,5 @@
-// Rows with one number per expert: how the lanes of a token share such rows, and how rows are loaded and
-// stored.
+// Rows that have one number per expert: how the lanes of a
+// token share such rows, and how rows are loaded and stored.
 #pragma once
 #include "math/sort.cuh"
 #include "ptx/global.cuh"
@@ -10,9 +10,9 @@
 
 namespace nib {
 
-constexpr int kRouteChunk = 64;  // tokens per chunk
-constexpr int kTokenLanes = 16;  // partial sums of a sum over tokens
-constexpr int kSumQuads = 16;    // groups of four partial sums in a sum over experts
+constexpr int kRouteChunk = 64;  // number of tokens per chunk
+constexpr int kTokenLanes = 16;  // number of partial sums in a sum over tokens
+constexpr int kSumQuads = 16;    // number of groups of four partial sums in a sum over experts
 constexpr u32 kWarp = 0xFFFFFFFF;
 
 __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
@@ -33,14 +33,14 @@ __device__ __forceinline__ void tree_sum(T (&x)[kCount]) {
 template <int kLanes, int kPerLane>
 struct TokenLanes {
     static constexpr int kThreads = kLanes < 4 ? kRouteChunk * kLanes : 256;
-    static constexpr int kGroups = kThreads / kLanes;  // tokens processed at once
+    static constexpr int kGroups = kThreads / kLanes;  // number of tokens that are processed at once
     static constexpr int kQuads = kPerLane / 4;
-    static constexpr int kSets = kSumQuads / kLanes;  // groups of four partial sums per thread
+    static constexpr int kSets = kSumQuads / kLanes;  // number of groups of four partial sums per thread
     static constexpr int kUsed = kSets < kQuads ? kSets : kQuads;
     static constexpr int kExperts = kLanes * kPerLane;
     static_assert(kSets >= 1 && kRouteChunk % kGroups == 0);
 
-    /// The first expert of the thread's i-th group of four experts.
+    /// Returns the first expert of the thread's i-th group of four experts.
     __device__ __forceinline__ static int first_of(int quad) { return 4 * (quad * kLanes + int(threadIdx.x % kLanes)); }
 
     __device__ __forceinline__ static float largest(float x) {
@@ -61,7 +61,7 @@ struct TokenLanes {
 #pragma unroll
         for (int i = 0; i < kUsed; ++i)
             quad[i] = __fadd_rn(__fadd_rn(lanes[4 * i], lanes[4 * i + 1]), __fadd_rn(lanes[4 * i + 2], lanes[4 * i + 3]));
-        // A group of four without experts would only add zero.
+        // A group of four experts that do not exist would only add zero.
         tree_sum<kSets / 2>(quad);
         float sum = quad[0];
 #pragma unroll
@@ -70,8 +70,8 @@ struct TokenLanes {
     }
 };
 
-/// Copies the thread's part of a row to shared memory, asynchronously if rows are 16-byte aligned; positions past the
-/// row's end get the value `nothing`.
+/// Copies the thread's part of a row to shared memory, asynchronously if rows
+/// are 16-byte aligned. Positions past the row's end get the value `nothing`.
 template <class Token>
 __device__ __forceinline__ void fetch_row(float* row, const float* __restrict__ from, int experts, float nothing) {
     if (experts % 4 == 0) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void write_row(float* row, const float (&x)[4 * Token
         *reinterpret_cast<float4*>(row + Token::first_of(i)) = {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
 }
 
-/// Stores a token's row from shared memory, where its lanes have just written it; uses TMA if rows are 16-byte aligned.
+/// Stores a token's row from shared memory, where the token's lanes have just written it. The function uses TMA if rows are 16-byte aligned.
 template <int kLanes>
 __device__ __forceinline__ void send_row(float* to, const float* row, int experts, bool is_token) {
     const int lane = threadIdx.x % kLanes;

@@ -1,5 +1,5 @@
-// Many tensors in one launch: the arguments contain a list of tensors, and each tensor has its own
-// CTAs.
+// Processes many tensors in one launch: the launch arguments
+// contain a list of tensors, and each tensor has its own CTAs.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -7,8 +7,8 @@ namespace nib {
 
 constexpr int kListedTensors = 72;  // limited by the 4 KiB of a launch's arguments
 
-/// The tensor of this CTA: the last tensor whose first CTA is not after this CTA. The list has `count`
-/// tensors, ordered by their first CTAs.
+/// Returns the tensor of this CTA, which is the last tensor whose first CTA is
+/// not after this CTA. The list has `count` tensors, ordered by their first CTAs.
 template <typename List>
 __device__ __forceinline__ u32 tensor_of_cta(const List& list) {
     u32 low = 0, high = u32(list.count);

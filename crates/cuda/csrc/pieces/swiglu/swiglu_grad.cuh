@@ -1,28 +1,28 @@
-// The gradients of one element of SwiGLU, and the order of the sum that gives the gate weight's
-// gradient.
+// Computes the gradients of one element of SwiGLU, and the sum
+// that gives the gate weight's gradient, in a fixed order.
 #pragma once
 #include "math/exp.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
 
-/// Columns per partial sum of the gate weight's gradient.
+/// Number of columns per partial sum of the gate weight's gradient.
 constexpr int kPart = 128;
 
-/// Terms that depend on the gate alone.
+/// The terms that depend only on the gate.
 struct GateTerms {
     float silu;
     float slope;  // derivative of silu at the gate
 };
 
-/// g·s and s·(1 + g·(1 - s)) for s = sigmoid(g), with every product rounded.
+/// Computes g·s and s·(1 + g·(1 - s)) for s = sigmoid(g), with every product rounded.
 __device__ __forceinline__ GateTerms gate_terms(float gate, float s) {
     const float rest = __fadd_rn(1.0f, __fmul_rn(gate, __fsub_rn(1.0f, s)));
     return {__fmul_rn(gate, s), __fmul_rn(s, rest)};
 }
 
-/// Results for one element: dg = da·w·u·silu'(g), du = da·w·silu(g), a = silu(g)·u·w; products are evaluated
-/// from left to right.
+/// The results for one element: dg = da·w·u·silu'(g), du = da·w·silu(g),
+/// a = silu(g)·u·w. Products are evaluated from left to right.
 struct SwigluGrad {
     float gate, up, a, silu_up;
 };
@@ -33,8 +33,8 @@ __device__ __forceinline__ SwigluGrad swiglu_grad(GateTerms of, float up, float 
     return {__fmul_rn(__fmul_rn(scaled, up), of.slope), __fmul_rn(scaled, of.silu), __fmul_rn(silu_up, weight), silu_up};
 }
 
-/// Σ x·y of kCount adjacent values, where kCount is a power of two. A fused multiply-add sums each pair, and a tree
-/// adds those sums.
+/// Returns Σ x·y of kCount adjacent values, where kCount is a power of two.
+/// A fused multiply-add sums each pair, and a binary tree adds those sums.
 template <int kCount>
 __device__ __forceinline__ float dot_of_neighbours(const float (&x)[kCount], const float (&y)[kCount]) {
     float sums[kCount / 2];
