@@ -15,8 +15,8 @@
 //   For blocks down the columns too, the thread encodes row after row, so that only one row's random bits are live, and then
 //   transposes the codes (`turn_8x8`). Where both row blocks and column blocks are written, they share the random bits.
 // * bits<kAligned>: cols is a multiple of 8. NearestEven and NearestAway need no random bits; `Bits` is then empty.
-// * Whether a block has a non-zero code: `Round::reaches<E>(largest |x| · inverse)` if Round::kDraws is false. If Round::kDraws is true,
-//   the codes must be tested: E::any(codes) over the threads of the block.
+// * Whether a block has a non-zero code: `Round::reaches<E>(largest |x| · inverse)` if Round::kDraws is false. If
+//   Round::kDraws is true, the codes must be tested: E::any(codes) over the threads of the block.
 // * x · inverse is the F32 product of the specification. Under a NaN scale the codes are undefined.
 //
 // A product is scaled by a power of two so that the smallest normal numbers of the element and of F32 coincide, and then rounded

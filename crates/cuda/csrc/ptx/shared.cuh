@@ -1,5 +1,5 @@
-// Accesses to shared memory by address, for code whose accesses the
-// compiler must not reorder as it reorders accesses through pointers.
+// Accesses to shared memory by address. The compiler does not reorder
+// them in the way in which it reorders accesses through pointers.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -1,5 +1,5 @@
-// Computes the attention windows of documents that are packed one after another
-// into sequences: which keys each query sees, and which queries see each key.
+// Computes the attention windows of documents that are packed one after another into sequences:
+// which keys each query sees, and which queries see each key.
 //
 // find_windows: reads document [t], which never decreases within a sequence of seq_len tokens. Writes first_key and end_query [t], as
 //   positions in the sequence. A query sees the last `window` keys of its own document up to its own position; window is 1 to seq_len.

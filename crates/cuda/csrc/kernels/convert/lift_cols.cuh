@@ -6,8 +6,8 @@
 //
 // lift_cols<kWhole, kPanels>: reads codes [rows][cols / 2] and scales [rows][cols / 32], and writes codes [cols][capacity]
 //   and scales [capacity / 128][scale_stride]. capacity % 128 == 0 and cols % 32 == 0; kWhole: also cols % 128 == 0.
-//   128 · kPanels threads per CTA. A CTA converts kPanels · 128 columns of `depth` strips of 128 rows; depth is at most kMostDepth. Dynamic
-//   shared memory: sizeof(TurnShared<64, 4, kPanels>) bytes. Buffers are 16-byte aligned; scale_stride is at least cols, and a multiple of 2.
+//   128 · kPanels threads per CTA. A CTA converts kPanels · 128 columns of `depth` strips of 128 rows; depth is at most kMostDepth. Dynamic shared memory:
+//   sizeof(TurnShared<64, 4, kPanels>) bytes. Buffers are 16-byte aligned; scale_stride is at least cols, and a multiple of 2.
 //
 // Speed on an H200, in % of the bandwidth limit (read + written) / 4249 GB/s: 85 % at 32768 x 7168; 83 % at 24576 x 5120; 79 % at 32768 x 2048;
 //   75 % at 24576 x 2048; 64 % at 4096 x 7168. Each of these figures is one to four points higher if no memory is allocated in the timed window.

@@ -1,8 +1,8 @@
 // Quantizes BF16 values to blocks along the rows, and writes each row directly into its all-to-all records.
 //
 // quantize_pack<In, E, kF32Scales, Round>: x [rows][cols], codes, scales and counts have the meaning of quantize.cuh. place [rows][top_k] lists
-//   the records into which each row is written; a place that is negative, or not below `messages`, names no record. A record has `row_bytes`
-//   bytes, a multiple of 16: first the codes, then the scales, then zeros. The kernel leaves records that no place names unwritten.
+//   the records into which each row is written; a place that is negative, or not below `messages`, names no record. A record has
+//   `row_bytes` bytes, a multiple of 16: first the codes, then the scales, then zeros. The kernel leaves records that no place names unwritten.
 //   128 threads per CTA, without dynamic shared memory. row_tasks.cuh defines the grid; 16 chunks per warp are fastest.
 //
 // The kernel reads x once and writes each record once. It moves 595 MB for 32768 x 7168 BF16 values as MXFP4, if each row goes to one rank.

@@ -1,7 +1,7 @@
 // Converts E4M3 rows to MXFP4 rows. The result is bit-identical to quantizing the decoded values f32(code · scale).
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding rows, which become zeros. If counts[3] is not null, the kernel adds
-// three numbers to it: source blocks with a non-zero code, source blocks in which a value changed, and source blocks with a NaN or infinity.
+// row_id[rows] (null: all rows are valid): negative ids mark padding rows, which become zeros. If counts[3] is not null, the kernel adds three numbers to it:
+// source blocks with a non-zero code, source blocks in which a value changed, and source blocks with a NaN or infinity.
 //
 // requantize_rows<Scale, kRule>: reads codes [rows][cols] and scales [rows][ceil(cols / 128)], which are E8M0 bytes (Scale = u8) or F32 (Scale = float).
 //   Writes codes [rows][cols / 2] and E8M0 scales [rows][cols / 32]; cols % 32 == 0. kRule is a scale rule of formats/e8m0.cuh except the F32 rule.

@@ -5,8 +5,8 @@
 //
 // shift_cols<kWhole, kPanels>: reads codes [rows][cols] and scales [rows][ceil(cols / 128)], and writes codes
 //   [cols][capacity] and scales [capacity / 128][scale_stride]. capacity % 128 == 0; kWhole: cols % 16 == 0.
-//   128 · kPanels threads per CTA. A CTA converts kPanels · 128 columns of `depth` strips of 128 rows; depth is at most kMostDepth. Dynamic
-//   shared memory: sizeof(ShiftShared<kPanels>) bytes. Buffers are 16-byte aligned; scale_stride is at least cols, and a multiple of 2.
+//   128 · kPanels threads per CTA. A CTA converts kPanels · 128 columns of `depth` strips of 128 rows; depth is at most
+//   kMostDepth. Dynamic shared memory: sizeof(ShiftShared<kPanels>) bytes. Buffers are 16-byte aligned; scale_stride is at least cols, and a multiple of 2.
 //
 // The product of a code and a power of two from 2^-15 to 1 is exact in F16, because E4M3's smallest step is 2^-9 and F16's is
 // 2^-24. So the product is rounded only once, when it becomes E4M3 again, even if the E4M3 result is subnormal. Rows that are

@@ -3,8 +3,8 @@
 // combine_slots<T, kCount, kUnits>: out[t] = the sum over slots s of rows[index[t · top_k + s]], in F32, in slot order,
 //   rounded once. An index outside the num_rows rows (at least one) adds zeros. If `index` is null, slot s of token t
 //   has row t · top_k + s. With `plus`, plus[t] is added to the rounded sum, and the result is rounded again. T is Bf16
-//   or F32. A unit has kCount columns: 16 bytes if a row is a multiple of 16 bytes, else one column. A thread has
-//   kUnits units: 1, or 4 if a token has fewer than 4 slots, because a thread with a single load is too short-lived.
+//   or F32. A unit has kCount columns: 16 bytes if a row is a multiple of 16 bytes, else one column. A thread has kUnits units:
+//   1, or 4 if a token has fewer than 4 slots, because a thread with a single load is too short-lived.
 //   256 threads per CTA; the grid has ceil(units / (256 · kUnits)) CTAs; units = tokens · cols / kCount is below 2^31; units_per_row = cols / kCount.
 //
 // Speed on an H200 in BF16, in % of the bandwidth limit, for top 1 of 8, top 4 of 32 and top 8 of 256 experts: 99, 102 and 100

@@ -1,5 +1,5 @@
-// Quantizes a tile of 128 x 128 values to E4M3 along the rows and down the columns. 512 threads hold
-// the values in registers: a thread holds four rows of eight columns, and a warp 16 rows of 64 columns.
+// Quantizes a tile of 128 x 128 values to E4M3 along the rows and down the
+// columns. 512 threads hold the values in registers: a thread holds four rows of eight columns, and a warp 16 rows of 64 columns.
 // So two warps share a row, and exchange the results of their half rows through shared memory.
 #pragma once
 #include "formats/bf16.cuh"

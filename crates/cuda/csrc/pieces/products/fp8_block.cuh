@@ -468,7 +468,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         await(ring.stage);
         Tile tile = uniform(shared.tile[ring.stage]);
         if (tile.len_k < 0) break;
-        // This tile has no old values of D to add.
+        // The product of this tile is empty, so D must not change.
         if (kAdds != Adds::kNone && tile.len_k == 0) tile.row_a = Stored::kNowhere;
         const int blocks = ceil_div(tile.len_k, kBlockK);
         if (tile.kept > first_row + kNextWave && blocks > 0) {
