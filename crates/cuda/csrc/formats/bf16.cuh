@@ -1,9 +1,9 @@
-// Eight adjacent BF16 or F32 values at a time. Each struct has
-//   Eight                 eight values as loaded from memory
-//   Magnitudes            the largest |x| of each of eight columns, as bits whose integer order is that of the magnitudes
-//                         (NaN above infinity above all finite values)
-//   number                loads one value from memory, as F32
-//   block_maxima          the largest |x| along the row, over adjacent groups of eight values and over lanes, as F32 bits
+// Loads and reduces eight adjacent BF16 or F32 values at a time. Each struct (one per type) has the following members.
+//   Eight: eight values as they are loaded from memory.
+//   Magnitudes: the largest |x| of each of eight columns, as bits whose integer order is that of the magnitudes; NaN compares greater than
+//     infinity, and infinity compares greater than all finite values.
+//   number: loads one value from memory and converts it to F32.
+//   block_maxima: returns the largest |x| along the row, over adjacent groups of eight values and over lanes, as F32 bits.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"

@@ -1,42 +1,42 @@
-// The interface of a format for quantize_units and dequantize_units: a struct with
-//   Element      its element type (small_elements.cuh)
-//   kBlock       values per scale record: 16, 32, 64 or 128
-//   kPart        values per part of a block: the largest magnitude of each part is measured, and each part has its own factor.
-//                Parts smaller than their block have fewer than 16 values (in blocks of 64) or 16 values (in blocks of 128)
-//   kScaleBytes  bytes of a record: 0, 1, 4 or 8. Records of 4 bytes exist only in blocks of 64 or 128; they are F32 unless blocks
-//                have parts, and padding has the least scale
-//   kPartBits    only with parts of 16: bits per part in the record; the first part's bits follow the lowest byte
-//   kLine        whether a whole row or column has one record instead of one record per block
-//   kTensor      whether all blocks of a tensor share a second scale
-//   kTiles       whether 2-D blocks (kBlock x kBlock) are supported
-//   kSquares     whether the rows (or columns) of a 2-D block share scales, but have separate records: true only in Squared<..>
-//   refine_in_square  only if blocks have parts: `refine` from the largest magnitudes of the square sub-blocks that share a scale
-//   scale        maps the bits of a block's largest magnitude to its record and the factor for its values
-//   refine       only if blocks have parts: the record's bits for some parts (doublings, or scales), and the factors for these parts
-//   multiplier   the factor for the codes of a part when they are decoded
-//   kLimits      whether BF16 values are clamped before they are encoded, two at a time
-//   limit        the bound of the kLimits clamp under a scale: the element's largest value times the scale; a BF16 number
-//   encode       sixteen values to packed codes; returns whether any code is not zero. kWithin: the values are BF16 numbers, and
-//                clamped if the format has kLimits and the rounding is to nearest
-//   has_pairs    whether two rows or columns of BF16 values are encoded together under a rounding mode, as in Hif4
-//   has_table    whether BF16 values are encoded two at a time, with a table entry per scale byte, as in Nvfp4Block,
-//                with the `bytes_of` and `pair_code` that table_encoder.cuh calls
-//   kChosen      whether scales are chosen by ScalingArg: true only in Chosen<..>. Only Chosen<..> uses the members below
-//   kThresholds  whether `refine` also takes the thresholds from which a part doubles its scale
-//   kCorrection  whether records of blocks of 16 may be `corrected` after rounding (Nvfp4); `scale` takes the largest value's multiplier
-//   kCandidates  whether blocks of 16 choose between two scales: scale<true> maps the largest magnitude to 4, not 6, and `lost` compares them,
-//                as in Nvfp4Codes
+// The interface of a format for quantize_units and dequantize_units: a struct with these members.
+//   Element: the element type of the format (small_elements.cuh).
+//   kBlock: the number of values per scale record: 16, 32, 64 or 128.
+//   kPart: the number of values per part of a block. The largest magnitude of each part is measured, and each part has its own factor.
+//     Parts smaller than their block have fewer than 16 values (in blocks of 64) or 16 values (in blocks of 128).
+//   kScaleBytes: the number of bytes of a scale record, 0, 1, 4 or 8. Records of 4 bytes exist only in blocks of 64 or 128. They are F32
+//     unless blocks have parts; in that case padding has the least scale.
+//   kPartBits: the number of bits per part in the record, only for parts of 16. The bits of the first part follow the lowest byte.
+//   kLine: true if a whole row or column has one scale record, instead of one record per block.
+//   kTensor: true if all blocks of a tensor share a second scale.
+//   kTiles: true if 2-D blocks (kBlock x kBlock) are supported.
+//   kSquares: true if the rows (or columns) of a 2-D block share scales but have separate records; this holds only for Squared<..>.
+//   refine_in_square: does the work of `refine` from the largest magnitudes of the square sub-blocks that share a scale (only for parts).
+//   scale: maps the bits of a block's largest magnitude to the block's scale record and the factor for its values.
+//   refine: computes the record's bits for some parts (doublings, or scales), and the factors of these parts; only if blocks have parts.
+//   multiplier: returns the factor by which the codes of a part are multiplied when they are decoded.
+//   kLimits: true if BF16 values are clamped before they are encoded, two at a time.
+//   limit: returns the bound of this clamp under a scale, which is the element's largest value times the scale; the bound is a BF16 number.
+//   encode: converts sixteen values to packed codes, and returns whether any code is not zero. kWithin: the values are BF16 numbers, and
+//     they have been clamped if the format has kLimits and the rounding is to nearest.
+//   has_pairs: returns whether two rows or columns of BF16 values are encoded together under a rounding mode; Hif4 is an example.
+//   has_table: returns whether BF16 values are encoded two at a time with a table entry per scale byte; Nvfp4Block is an example. Such a
+//     format has the functions `bytes_of` and `pair_code`, which table_encoder.cuh calls.
+//   kChosen: true if ScalingArg chooses the scales, which holds only for Chosen<..>. Only Chosen<..> uses the members below.
+//   kThresholds: true if `refine` also takes the thresholds above which a part doubles its scale.
+//   kCorrection: true if records of blocks of 16 may be `corrected` after rounding (Nvfp4); `scale` takes the largest value's multiplier.
+//   kCandidates: true if blocks of 16 choose between two scales. Then scale<true> maps the largest magnitude to 4, not 6, and `lost`
+//     compares the two scales; Nvfp4Codes is an example.
 // If a block has a NaN or an infinity, its codes are zeros, and its record has a NaN
 // inverse. crates/formats/src/block.rs is the CPU implementation of this interface.
 //
 // The source line NIB_UNIT_FORMAT(format, scale rule, struct, roundings..) declares the struct of a format. This crate's build script reads
 // these lines, and generates the launch table (src/ops/convert/units.rs) and formats/all.cuh. To the compiler, the macro expands to nothing.
-//   format       the format's name in crates/formats/src/format.rs
-//   scale rule   the rule of crates/formats/src/e8m0.rs for this struct; AnyOther: all rules that no earlier line names for the format
-//   struct       a struct in the namespace nib, or an alias of one
-//   roundings    NearestEven, NearestAway, Stochastic: the rounding modes with their own instances of quantize_units. All other modes share one,
-//                kAnyRounding. A format whose common cases have faster kernels needs few such instances, or none.
-//                Where scales may be chosen (ScalingArg), two more instances, of Chosen<struct>, handle every rounding mode.
+//   format: the format's name in crates/formats/src/format.rs.
+//   scale rule: the rule of crates/formats/src/e8m0.rs for this struct. AnyOther stands for all rules that no earlier line names for the format.
+//   struct: a struct in the namespace nib, or an alias of such a struct.
+//   roundings: those rounding modes (NearestEven, NearestAway, Stochastic) that have their own instances of quantize_units. All other modes
+//     share the instance kAnyRounding. A format whose common cases have faster kernels needs few such instances, or none.
+//     If scales may be chosen (ScalingArg), two more instances, of Chosen<struct>, handle every rounding mode.
 #pragma once
 #include "formats/small_elements.cuh"
 

@@ -1,8 +1,8 @@
-// Elements of blocks, sixteen adjacent values of a row or column at a time: the element interface of quantize_units and
-// dequantize_units. The structs are twins of crates/formats/src/element.rs. Each struct has its constants and
-//   nearest_even   encodes sixteen products x · factor, packed as they are stored; returns whether any code is non-zero
-//   decode         decodes sixteen packed codes
-// `spec_code` below implements every rounding mode for one value; crates/formats/src/element.rs has the CPU implementation.
+// Elements of blocks: the element interface of quantize_units and dequantize_units, which convert sixteen adjacent values of a row or column
+// at a time. The CPU implementation is crates/formats/src/element.rs. Each struct has the constants of an element and these functions.
+//   nearest_even: encodes sixteen products x · factor, packed in the form in which they are stored; returns whether any code is non-zero.
+//   decode: decodes sixteen packed codes.
+// The function `spec_code` below implements every rounding mode for one value, like the CPU implementation.
 //
 // Hopper has instructions for E4M3 and E5M2. A narrower element with as many mantissa bits has the same codes, once its
 // values are scaled so that the smallest normal numbers coincide. E2M3 is the lower part of E4M3; E3M2 and S1P2

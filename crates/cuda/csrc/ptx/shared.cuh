@@ -1,5 +1,5 @@
-// Accesses to shared memory by address. The compiler does not reorder
-// them in the way in which it reorders accesses through pointers.
+// Accesses to shared memory by address. The order in which the
+// compiler places them differs from that of accesses through pointers.
 #pragma once
 #include "ptx/types.cuh"
 

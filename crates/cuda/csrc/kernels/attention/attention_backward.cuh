@@ -4,7 +4,7 @@
 //   of type T; head_dim and value_dim are at most kDim. They also read lse and delta, which `attention_rows` writes with factor 1.
 //   Each kernel computes P = exp(q·k - lse) and dS = P · (dout·v - delta) itself, so that neither kernel adds to sums of the other.
 //   256 threads per CTA, tiles of kRows queries by kRows keys. Dynamic shared memory: (4 · kDim + 2 · kRows) · (kRows + 4) · 4 bytes.
-// kCausal: query i sees no key after key i. Without kCausal, it sees all keys of its sequence, and kWindowed is false.
+// kCausal: query i sees no key after key i. Without kCausal, query i sees all keys of its sequence, and kWindowed is false.
 // kWindowed: query i of a sequence sees the keys from first_key[i] on, and key j is seen by the queries before end_query[j]. Neither array
 //   decreases. So a CTA skips tiles of keys before the first key of its first query, and tiles of queries after the last query of its last key.
 // attention_backward_q<T, kDim, kRows, kCausal, kWindowed>: dq = scale · dS · k. The grid has

@@ -1,8 +1,8 @@
 // Converts MXFP4 codes with row blocks to E4M3 codes with column blocks, by operations on the
 // codes alone. All scales are E8M0 bytes. The CPU implementation is crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding rows, whose output codes are zeros. If counts[3] is not null, the
-// kernel adds three numbers to it: source blocks with a non-zero code, source blocks in which a value changed, and source blocks with a NaN.
+// row_id[rows] (null: all rows are valid): negative ids mark padding rows, whose output codes are zeros. The kernel increases counts[3] (if
+// not null) by the numbers of source blocks with a non-zero code, of source blocks in which a value changed, and of source blocks with a NaN.
 //
 // lift_cols<kWhole, kPanels>: reads codes [rows][cols / 2] and scales [rows][cols / 32], and writes codes [cols][capacity]
 //   and scales [capacity / 128][scale_stride]. capacity % 128 == 0 and cols % 32 == 0; kWhole: also cols % 128 == 0.
@@ -10,8 +10,8 @@
 //   sizeof(TurnShared<64, 4, kPanels>) bytes. Buffers are 16-byte aligned; scale_stride is at least cols, and a multiple of 2.
 //
 // Speed on an H200, in % of the bandwidth limit (read + written) / 4249 GB/s: 85 % at 32768 x 7168; 83 % at 24576 x 5120; 79 % at 32768 x 2048;
-//   75 % at 24576 x 2048; 64 % at 4096 x 7168. Each of these figures is one to four points higher if no memory is allocated in the timed window.
-//   At these five shapes, a kernel that only copies codes, with the same access pattern, reaches 91, 90, 87, 84 and 70 %. ncu reports the L2 as 88 % busy.
+//   75 % at 24576 x 2048; 64 % at 4096 x 7168. If no memory is allocated in the timed window, each percentage is one to four points higher.
+//   At the same shapes, in the same order, a kernel that only copies codes reaches 91, 90, 87, 84 and 70 %. ncu reports the L2 as 88 % busy.
 #pragma once
 #include "pieces/convert/rows_to_cols.cuh"
 

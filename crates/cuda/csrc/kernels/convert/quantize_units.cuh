@@ -27,8 +27,8 @@
 //   initially zeros, or NaN if a value is not finite. It adds to found_counts[0] the number of finite values that exceed the `unit` of their group of rows.
 //
 //   One-byte scale records are stored several at a time if they are contiguous. Three flags say where:
-//   row_words: the records of rows are stored in words. A row then has a multiple of 64 / kBlock records; or transpose_scales
-//     moves the words, which are contiguous for adjacent rows, to their final place, and cols is a multiple of 128.
+//   row_words: the records of rows are stored in words. Either a row has a multiple of 64 / kBlock records; or cols is a
+//     multiple of 128, words of adjacent rows are contiguous, and transpose_scales moves the words to their final place.
 //   col_words: the records of columns are stored in words, if the records of a column are contiguous and their number is a multiple of four.
 //   cols_in_pairs: the records of two adjacent columns are stored together, if they are contiguous (line_stride 1), and cols and block_stride are even.
 //

@@ -1,16 +1,16 @@
 // Converts E4M3 row blocks to E4M3 column blocks by operations on the codes. All scales are E8M0 bytes. CPU implementation: crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding rows, whose output codes are zeros. If counts[3] is not null, the
-// kernel adds three numbers to it: source blocks with a non-zero code, source blocks in which a value changed, and source blocks with a NaN.
+// row_id[rows] (null: all rows are valid): negative ids mark padding rows, whose output codes are zeros. The kernel increases counts[3] (if
+// not null) by the numbers of source blocks with a non-zero code, of source blocks in which a value changed, and of source blocks with a NaN.
 //
 // shift_cols<kWhole, kPanels>: reads codes [rows][cols] and scales [rows][ceil(cols / 128)], and writes codes
 //   [cols][capacity] and scales [capacity / 128][scale_stride]. capacity % 128 == 0; kWhole: cols % 16 == 0.
 //   128 · kPanels threads per CTA. A CTA converts kPanels · 128 columns of `depth` strips of 128 rows; depth is at most
 //   kMostDepth. Dynamic shared memory: sizeof(ShiftShared<kPanels>) bytes. Buffers are 16-byte aligned; scale_stride is at least cols, and a multiple of 2.
 //
-// The product of a code and a power of two from 2^-15 to 1 is exact in F16, because E4M3's smallest step is 2^-9 and F16's is
-// 2^-24. So the product is rounded only once, when it becomes E4M3 again, even if the E4M3 result is subnormal. Rows that are
-// shifted by more than kShiftFarthest are recomputed one by one. So are rows with NaNs, because a NaN would lose its sign.
+// The product of a code and a power of two from 2^-15 to 1 is exact in F16, because E4M3's smallest step is 2^-9 and F16's is 2^-24.
+// So the product is rounded only once, when it becomes E4M3 again, even if the E4M3 result is subnormal. Rows that are shifted by
+// more than kShiftFarthest are recomputed one by one. Rows with NaNs are recomputed too, because a NaN would lose its sign.
 //
 // Speed on an H200, in % of the bandwidth limit (read + written) / 4249 GB/s, with or without subnormal results: 89 % at
 //   32768 x 7168; 86 % at 24576 x 5120; 80 to 83 % at 32768 x 2048; 79 to 81 % at 24576 x 2048; 64 to 70 % at 4096 x 7168.

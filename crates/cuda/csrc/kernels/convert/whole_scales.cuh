@@ -4,8 +4,8 @@
 // row_id decides which rows are valid, by the rule in quantize_units.cuh. Maxima are the bits of F32 magnitudes, initially zeros; the bits
 // of NaN compare greater than those of infinity, and the bits of infinity greater than those of finite values. A span is a group of rows.
 //
-// row_maxima<In>: reads x [rows][cols]. With by_span = 0, it writes one maximum per row. With by_span = 1 or 2, it writes one maximum per span, of
-//   the finite values; with 2, all ones if a value is not finite. The span of a row is span_of_row[row], or row / matrix_rows if span_of_row is null.
+// row_maxima<In>: reads x [rows][cols]. With by_span = 0, the kernel writes one maximum per row. With by_span = 1, it writes one maximum of the finite
+//   values per span; by_span = 2 gives all ones if a value is not finite. The span of a row is span_of_row[row], or row / matrix_rows if that is null.
 //   256 threads per CTA; the grid has ceil(rows / 32) CTAs. With `earlier`, the kernel only measures rows whose span has no expected magnitude yet.
 // column_maxima<In>: reads x [stack * rows][cols] and writes [spans][lines], where lines = stack * cols: one maximum per column and
 //   span of rows (span_of_row null: per column). 256 threads per CTA; the grid has stack * ceil(rows / 256) * ceil(cols / 256) CTAs.

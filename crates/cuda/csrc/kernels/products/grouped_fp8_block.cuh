@@ -8,7 +8,7 @@
 // A: codes [rows][k], k contiguous, k % 16 == 0, with 1x128 scales. kA and kB are the elements of A and B: E4M3 or E5M2.
 // B: codes [rows][k], with 128x128, 32x128 or 1x128 scales (kScalesB).
 //    A scale is F32 or an E8M0 byte. The scale of block `block` (along the contraction) of row `row` is at row * row_stride + block * block_stride.
-// D: BF16 or F32. The product overwrites D, or is added to it (kAdds). kTransposed: D is [n][m]. The rows of D are multiples of 16 bytes.
+// D: BF16 or F32. The product overwrites D or, with kAdds, is added to D. kTransposed: D is [n][m]. The rows of D are multiples of 16 bytes.
 //
 // Arithmetic: the tensor cores multiply 128 elements of k. Then the CUDA cores compute total =
 // fma(scale_a * scale_b, partial, total) in F32, because Hopper's FP8 accumulators have too

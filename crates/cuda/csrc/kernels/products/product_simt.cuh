@@ -5,7 +5,7 @@
 // contraction. Element (row, k) is at row * row_stride + k * k_stride elements; one of the strides is 1.
 // grouped_fp8_block.cuh explains kRagged; groups of F32 or BF16 operands may start at any row. Rows of D outside all
 // groups are not written. Sums are F32, in order of k. The kernel sums the dot product of each block, then computes total
-// = fma(scale_a * scale_b, dot, total). F32 and BF16 operands are treated likewise, in blocks of 128 with scales of 1.
+// = fma(scale_a * scale_b, dot, total). F32 and BF16 operands too are summed in blocks, of 128 elements with scales of 1.
 //
 // Grid: the CTA index runs over tiles of columns first, then over tiles of rows (kRows:
 // up to rows / 64 + groups tiles, some of them idle), then over groups (kContraction).

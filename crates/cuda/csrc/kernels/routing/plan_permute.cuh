@@ -4,8 +4,8 @@
 // plan_count<kThreads>: writes counts[chunk][columns], the number of slots of the chunk
 //   in each group; columns = groups rounded up to 8. A chunk has at most 32768 slots.
 // plan_place<kThreads>: computes from all counts the groups' start [groups + 1] and len [groups]. For each of `capacity` rows,
-//   the kernel writes the slot, the slot's token, and its global number token_id * top_k + slot; all are -1 for padding. For
-//   each of `num_slots` slots that is occupied, it writes the row. found = {number of rows needed, number of slots occupied}.
+//   the kernel writes the slot, the slot's token, and its global number token_id * top_k + slot; all are -1 for padding. For each
+//   occupied slot below `num_slots`, the kernel writes the slot's row. found = {number of rows needed, number of slots occupied}.
 //   If the first number exceeds the capacity, or the second exceeds num_slots, all groups are empty and all rows are padding.
 //   kThreads = kPlanThreads threads per CTA; the grid has `chunks` CTAs. plan_place may be launched early, and needs at least one
 //   CTA; further CTAs help with the padding. Dynamic shared memory: 4 * columns bytes for plan_count, and 8208 + 16 * columns +

@@ -1,5 +1,5 @@
-// The router: it computes the scores of the experts, chooses the best experts, and computes the losses of
-// each shard; and the backward pass of these. crates/core/src/ops/routing/route.rs defines the order of sums.
+// The router computes the scores of the experts, chooses the best experts, and computes the losses of each shard.
+// This file also has the router's backward pass. crates/core/src/ops/routing/route.rs defines the order of sums.
 //
 // kLanes adjacent lanes share a token. Each lane has kPerLane of the token's experts, in groups of four; experts
 // <= kLanes * kPerLane. Each CTA has a chunk of 64 tokens; a shard of tokens_per_shard tokens has `chunks` chunks.
@@ -8,8 +8,8 @@
 //   [tokens][top_k], and log_sum_exp is [tokens]. For each chunk, the kernel writes sums over tokens of the probabilities [experts] and of the
 //   squares of log_sum_exp, and how many slots chose each expert [experts]. Without kAnyRule, the experts with the largest softmax are chosen,
 //   without bias, groups or sigmoids. The kernel writes `kept` for a softmax only. `tiny` is added to those sums of sigmoids that are divisors.
-//   min(256, 64 * kLanes) threads per CTA; the grid has shards * chunks CTAs. Dynamic shared memory has 4 bytes for each of these numbers:
-//   64 rows of kLanes * kPerLane + 16; 64; experts; threads / kLanes rows of top_k + groups.
+//   min(256, 64 * kLanes) threads per CTA; the grid has shards * chunks CTAs. Dynamic shared memory, in units of 4 bytes: 64 rows
+//   of kLanes * kPerLane + 16 numbers, 64 numbers, one number per expert, and threads / kLanes rows of top_k + groups numbers.
 // route_documents: reads starts [tokens] and expert [tokens][top_k], and counts in the slots and lengths of RouteDocuments, which are initially zeros.
 //   256 threads per CTA; the grid has ceil(tokens * (top_k + 1) / 256) CTAs.
 // route_document_losses<kLanes, kPerLane>: for each chunk, computes from `kept` and RouteDocuments what its tokens
@@ -23,8 +23,8 @@
 //   documents, in which case `load` is null. Threads and grid are those of route_tokens. Dynamic shared
 //   memory has 4 bytes for each number in 65 rows of kLanes * kPerLane and in 3 * 64 rows of top_k.
 //
-// Speed on an H200 with 32768 tokens, 4 shards, top 8, softmax, in % of the bandwidth limit. 128 experts: route_tokens 42 %
-// (limited by instructions: it uses 65 % of issue slots), with route_losses 32 %, route_backward 60 %. 256 experts: 43, 37 and 68 %.
+// Speed on an H200 with 32768 tokens, 4 shards, top 8, softmax, in % of the bandwidth limit. With 128 experts, route_tokens reaches
+// 42 % (it uses 65 % of issue slots), with route_losses 32 %, and route_backward 60 %. With 256 experts, they reach 43, 37 and 68 %.
 #pragma once
 #include "math/divide.cuh"
 #include "math/exp.cuh"

@@ -1,12 +1,12 @@
 // The backward pass of kernels/swiglu/swiglu.cuh. From one read it computes all results that the next GEMMs need: dh = [dg |
 // du] in E4M3 along its rows and down its columns; the recomputed a in E4M3 down its columns; and the gate weight's gradient.
 //
-// swiglu_backward<H, kRule>: reads h [rows][2f] in the format of H, da BF16 [rows][f], and weight[rows] (null: 1). Writes dh codes [rows][2f] with
-//   scales [rows][2f / 128]; dh columns [2f][capacity] with scales [capacity / 128][2f]; a columns [f][capacity] with scales [capacity / 128][f];
-//   column codes are zeros from `rows` to `capacity`. `parts` [f / 128][rows] is the gate weight's gradient, summed over 128 columns each. Counts
-//   are those of dh's row blocks and of a's blocks. f % 128 == 0, capacity % 128 == 0; row_id marks padding as in kernels/convert/quantize.cuh,
-//   and padding gives zeros; buffers are 16-byte aligned. 512 threads per CTA, any grid, best one CTA per SM; `by_across` divides by f / 128;
-//   sizeof(BackwardShared<H>) dynamic shared memory: 231424 or 232448 bytes. kernels/swiglu/add_partial_sums.cuh adds `parts`.
+// swiglu_backward<H, kRule>: reads h [rows][2f] in the format of H, da BF16 [rows][f], and weight[rows] (null: 1). Writes dh codes
+//   [rows][2f] with scales [rows][2f / 128]; dh columns [2f][capacity] with scales [capacity / 128][2f]; a columns [f][capacity] with scales
+//   [capacity / 128][f]. Column codes are zeros from `rows` to `capacity`. `parts` [f / 128][rows] is the gate weight's gradient, with one
+//   sum per 128 columns. Counts are those of dh's row blocks and of a's blocks. f % 128 == 0, capacity % 128 == 0. Rows with a negative
+//   row_id are padding, and give zeros. Buffers are 16-byte aligned. 512 threads per CTA; one CTA per SM is fastest; `by_across` divides by
+//   f / 128. sizeof(BackwardShared<H>) dynamic shared memory: 231424 or 232448 bytes. kernels/swiglu/add_partial_sums.cuh adds `parts`.
 //
 // The tensor maps have boxes of 32 rows. With SavedH, the map of h covers the MXFP4 codes [rows][f], 64 bytes wide, in the 64-byte
 // swizzle; the scales [rows][2f / 32] are loaded without a map. With PlainH, the map of h covers BF16 [rows][2f], 128 values wide,

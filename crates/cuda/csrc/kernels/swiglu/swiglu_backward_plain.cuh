@@ -1,8 +1,8 @@
 // The backward pass of kernels/swiglu/swiglu_plain.cuh, and of kernels/swiglu/swiglu.cuh in BF16.
 //
-// Reads h [rows][2f] = [g | u], da [rows][f] and weight[rows] (null: 1). Writes dh [rows][2f] = [dg | du], the forward
-// pass's a [rows][f] (null: not written) and dweight[rows]. row_id marks padding as in kernels/convert/quantize.cuh;
-// padding gives zeros. Matrices are 16-byte aligned. 256 threads per CTA, one warp per row.
+// Reads h [rows][2f] = [g | u], da [rows][f] and weight[rows] (null: 1). Writes dh [rows][2f] = [dg |
+// du], the forward pass's a [rows][f] (null: not written) and dweight[rows]. Rows with a negative row_id
+// are padding, and give zeros. Matrices are 16-byte aligned. 256 threads per CTA, one warp per row.
 // swiglu_backward_plain<AnyChunk>: flags say which matrices are BF16; the others are F32. Any grid size gives correct results.
 // <Bf16Chunk>: h and da are BF16 and f % 8 == 0. <SavedChunk>: h is MXFP4 with codes [rows][f] bytes and h_scales [rows][2f / 32], da is BF16,
 //   and f % 32 == 0. Any grid size gives correct results, and four CTAs per SM are fastest. Dynamic shared memory: sizeof(SigmoidTable).

@@ -1,9 +1,9 @@
 // SwiGLU: computes a = silu(g) · u · w from h = [g | u], in E4M3 along its rows and down its columns, from one read of h.
 //
-// swiglu_rows_cols<kRule>: h is BF16 [rows][2f], read through a tensor map with boxes of 32 rows by 128 columns, not swizzled; weight is [rows]
-//   (null: 1). Row codes are [rows][f] with scales [rows][ceil(f / 128)]. Column codes are [f][capacity], written through a tensor map of tiles in
-//   the layout of TurnedTile, with scales [capacity / 128][scale_stride], and zeros from `rows` to `capacity`. Counts are those of the row blocks.
-//   f % 8 == 0, capacity % 128 == 0; row_id marks padding as in kernels/convert/quantize.cuh; padding gives zeros; buffers are 16-byte aligned.
+// swiglu_rows_cols<kRule>: h is BF16 [rows][2f], read through a tensor map with boxes of 32 rows by 128 columns, not swizzled; weight is
+//   [rows] (null: 1). Row codes are [rows][f] with scales [rows][ceil(f / 128)]. Column codes are [f][capacity], written through a tensor map
+//   of tiles in the layout of TurnedTile, with scales [capacity / 128][scale_stride], and zeros from `rows` to `capacity`. Counts are those
+//   of the row blocks. f % 8 == 0, capacity % 128 == 0. Rows with a negative row_id are padding, and give zeros. Buffers are 16-byte aligned.
 //   512 threads per CTA. Any grid size gives correct results, and two CTAs per SM are
 //   fastest; `by_across` divides by ceil(f / 128). Dynamic shared memory:
 //   sizeof(RowsColsShared) = 115712 bytes. While a tile is encoded, the next tile is loaded.

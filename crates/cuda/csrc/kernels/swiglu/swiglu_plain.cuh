@@ -1,9 +1,9 @@
 // SwiGLU from a plain matrix to a plain matrix of any width; flags say whether each matrix is F32 or BF16.
 // For a format without a fused kernel, this kernel writes F32 values, which another kernel then quantizes.
 //
-// Reads h [rows][2f] = [g | u] and weight[rows] (null: 1), and writes a [rows][f] = silu(g)·u·w. row_id marks padding as in
-// kernels/convert/quantize.cuh; padding gives zeros. Matrices are 16-byte aligned. A thread computes eight columns at a time; chunks = ceil(f /
-// 8), and `by_chunks` divides by it. 256 threads per CTA; any grid size gives correct results, and ceil(rows · chunks / 256) CTAs are fastest.
+// Reads h [rows][2f] = [g | u] and weight[rows] (null: 1), and writes a [rows][f] = silu(g)·u·w. Rows with a negative row_id are
+// padding, and give zeros. Matrices are 16-byte aligned. A thread computes eight columns at a time; chunks = ceil(f / 8), and
+// `by_chunks` divides by it. 256 threads per CTA; any grid size gives correct results, and ceil(rows · chunks / 256) CTAs are fastest.
 #pragma once
 #include "formats/f32_or_bf16.cuh"
 #include "math/exp.cuh"
