@@ -1,12 +1,12 @@
-// Attention with grouped query heads on the CUDA cores, causal or not. It supports any sequence length, heads of up to kDim elements, F32 and BF16.
+// Attention with grouped query heads on the CUDA cores, causal or not. The code supports any sequence length, heads of up to kDim elements, F32 and BF16.
 //
 // attention<T, kDim, kCausal, kWindowed, kSinks>: q is [t, heads · head_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim],
-//   and out [t, heads · value_dim], all of type T. lse [t, heads] has natural logarithms. kDim is at least head_dim and value_dim.
+//   and out [t, heads · value_dim], all of type T. lse [t, heads] holds natural logarithms of the softmax sums. kDim is at least head_dim and value_dim.
 //   kCausal: query i sees no key after key i. Without kCausal, query i sees all keys of its sequence, and kWindowed is false.
 //   kWindowed: query i of a sequence sees the keys from first_key[i] on, and first_key never decreases. The CTA skips tiles of keys
 //   before the first key of its first query. kSinks: the F32 attention sinks `sinks` [heads] are added to each query's softmax sum.
 //   256 threads per CTA; the grid has ceil(seq_len / 64) · heads · sequences CTAs, and CTAs with the most keys start first.
-//   Dynamic shared memory: (2 · kDim + 64) · 68 · 4 bytes. A CTA has 64 queries of a head. It loops over their keys, 64 at a time,
+//   Dynamic shared memory: (2 · kDim + 64) · 68 · 4 bytes. A CTA has 64 queries of a head. The CTA loops over the keys of these queries, 64 at a time,
 //   in order, with an online softmax (Milakov and Gimelshein). All arithmetic is F32; the softmax weights P are not rounded.
 #pragma once
 #include "math/log.cuh"

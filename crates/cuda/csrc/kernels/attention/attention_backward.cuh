@@ -1,7 +1,7 @@
-// The backward pass of attention on the CUDA cores, causal or not. It supports any sequence length, heads of up to kDim elements, F32 and BF16.
+// The backward pass of attention on the CUDA cores, causal or not. The code supports any sequence length, heads of up to kDim elements, F32 and BF16.
 //
 // Both kernels read q [t, heads · head_dim], dout [t, heads · value_dim], k [t, kv_heads · head_dim] and v [t, kv_heads · value_dim],
-//   of type T; head_dim and value_dim are at most kDim. They also read lse and delta, which `attention_rows` writes with factor 1.
+//   of type T; head_dim and value_dim are at most kDim. Both kernels also read lse and delta, which `attention_rows` writes with factor 1.
 //   Each kernel computes P = exp(q·k - lse) and dS = P · (dout·v - delta) itself, so that neither kernel adds to sums of the other.
 //   256 threads per CTA, tiles of kRows queries by kRows keys. Dynamic shared memory: (4 · kDim + 2 · kRows) · (kRows + 4) · 4 bytes.
 // kCausal: query i sees no key after key i. Without kCausal, query i sees all keys of its sequence, and kWindowed is false.

@@ -3,7 +3,7 @@
 //
 // attention_wgmma<kDim, kValueDim, kGroups, kWindowed, kSinks>: q and k are tensor maps of [sequences][seq_len][heads · kDim]; v and out
 //   are tensor maps of [sequences][seq_len][heads · kValueDim]. Boxes have 64 columns by 64 rows (q), kKeys rows (k, v) or 16 rows (out),
-//   in the 128-byte swizzle. lse [t, heads] has natural logarithms. kWindowed: query i of a sequence sees the keys from first_key[i] on,
+//   in the 128-byte swizzle. lse [t, heads] holds natural logarithms of the softmax sums. kWindowed: query i of a sequence sees the keys from first_key[i] on,
 //   and first_key never decreases; the kernel neither loads nor multiplies tiles of keys before the first key of a query tile's first
 //   query. kSinks: the F32 attention sinks `sinks` [heads] are added to each query's softmax sum. `ticket` is a counter that is initially
 //   zero. 128 · (kGroups + 1) threads per CTA, and any number of CTAs up to one per SM. Dynamic shared memory: sizeof(Shared) + 1008 bytes.

@@ -1,4 +1,4 @@
-// The backward pass of causal attention on the tensor cores, as two kernels, in BF16. It supports any sequence
+// The backward pass of causal attention on the tensor cores, as two kernels, in BF16. The code supports any sequence
 // length, heads of 64 or 128 elements, and heads of 192 with values of 128. Each kernel computes P and dS
 // itself, so no intermediate buffer is needed; `attention_wgmma_backward_once` computes P and dS only once.
 //

@@ -4,7 +4,7 @@
 // If counts[3] is not null, the kernel adds three numbers to it: source blocks with a
 // non-zero code, source blocks in which a value changed, and source blocks with a NaN.
 //
-// lift_tiles<kWhole>: reads codes [stack][rows][cols / 2] and scales [stack][rows][cols / 32]. It writes `out` [stack][rows][cols]
+// lift_tiles<kWhole>: reads codes [stack][rows][cols / 2] and scales [stack][rows][cols / 32]. The kernel writes `out` [stack][rows][cols]
 //   with out_scales [stack][ceil(rows / 128)][ceil(cols / 128)], and the transpose `turned` [stack][cols][rows] with turned_scales
 //   [stack][ceil(cols / 128)][ceil(rows / 128)]. cols % 32 == 0; kWhole: also cols % 128 == 0 and rows % 16 == 0.
 //   512 threads per CTA. A CTA converts 256 x 256 values: first two adjacent 2-D blocks, then the two 2-D blocks below, which it prefetches. The
@@ -12,7 +12,7 @@
 //
 // Speed on an H200, in % of the bandwidth limit of lift_cols.cuh: 87 % at 32768 x 7168, 84 % at 16384 x 7168, 80 % at 24576 x 2048,
 // 73 % at 4096 x 7168. Both outputs are written in contiguous runs of 256 bytes. The kernel is 9 % slower if a CTA is one 2-D block
-// wide instead of two, and 4 % slower if a CTA is one block high. It is 7 % slower if CTAs are ordered by whole panels instead of
+// wide instead of two, and 4 % slower if a CTA is one block high. The kernel is 7 % slower if CTAs are ordered by whole panels instead of
 // bands of four strips. With three CTAs per SM, registers spill. ncu reports the L2 as 81 % busy and memory as 70 % busy.
 #pragma once
 #include "math/reduce.cuh"

@@ -2,7 +2,7 @@
 //
 // quantize_hadamard_cols<E, kLen, Round>: x is [rows][cols], cols a multiple of 8. col_codes, capacity, row_id and counts have the
 //   meaning of quantize_cols.cuh; there are no row outputs. col_scales is [capacity / E::kBlock][scale_stride], E8M0, with
-//   scale_stride at least cols. The transform has length kLen. It restarts at the start of each of num_groups groups (start null:
+//   scale_stride at least cols. The transform has length kLen. The transform restarts at the start of each of num_groups groups (start null:
 //   at row 0). Groups start at multiples of kLen, and capacity is a multiple of kLen. Rows missing from a group's last transform
 //   block read as +0; after the transform they are ordinary values. A CTA loops over tiles of 128 x 128 values (256 x 128 if two
 //   codes share a byte); by_height divides by the number of tiles that lie below each other. 256 threads per CTA. Any grid size

@@ -10,7 +10,7 @@
 // equal shares, only a few warps would still run at the end, because the SM issues the oldest warps first.
 //
 // Speed in % of the bandwidth limit of quantize.cuh, with transforms of length 64, at 32768 x 7168 (4096 x 7168): MXFP4 79 % (58
-// %), E4M3 97 % (73 %). These figures were measured before the kernel's last change. The kernel needs 20 instructions per value.
+// %), E4M3 97 % (73 %). The figures above were measured before the kernel's last change. The kernel needs 20 instructions per value.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/hadamard_unit.cuh"

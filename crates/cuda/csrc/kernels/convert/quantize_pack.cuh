@@ -5,7 +5,7 @@
 //   `row_bytes` bytes, a multiple of 16: first the codes, then the scales, then zeros. The kernel leaves records that no place names unwritten.
 //   128 threads per CTA, without dynamic shared memory. row_tasks.cuh defines the grid; 16 chunks per warp are fastest.
 //
-// The kernel reads x once and writes each record once. It moves 595 MB for 32768 x 7168 BF16 values as MXFP4, if each row goes to one rank.
+// The kernel reads x once and writes each record once. The kernel moves 595 MB for 32768 x 7168 BF16 values as MXFP4, if each row goes to one rank.
 #pragma once
 #include "pieces/convert/row_quantizer.cuh"
 

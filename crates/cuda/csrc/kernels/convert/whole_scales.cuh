@@ -1,5 +1,5 @@
 // For formats with one scale per row, per column or per tensor: the kernels that run before and after the values are
-// encoded. They compute maxima with atomics on integer bits, whose order does not matter, so results are deterministic.
+// encoded. These kernels compute maxima with atomics on integer bits, whose order does not matter, so results are deterministic.
 //
 // row_id decides which rows are valid, by the rule in quantize_units.cuh. Maxima are the bits of F32 magnitudes, initially zeros; the bits
 // of NaN compare greater than those of infinity, and the bits of infinity greater than those of finite values. A span is a group of rows.

@@ -3,12 +3,12 @@
 // grouped_bf16_scaled: the same GEMM, but the F32 sums are multiplied by a_scale · b_scale before they are rounded or added to
 //   D. a_scale and b_scale are the operands' F32 tensor scales (null: 1). scale_sums.cuh defines the arithmetic. With kRows,
 //   the scales are a_scale[row of A] and b_scale[row of B]; with kContraction, they are those of the group's first row.
-// kRagged::kRows (fprop, dgrad): A is [rows][k] and B is [groups · n][k], with k % 8 == 0. Rows start[g] .. start[g]
-//   + len[g] of A and D belong to group g, whose matrix is rows g·n .. (g+1)·n of B. A group may start at any row.
-// kRagged::kContraction (wgrad): D is a stack of matrices [m][n], one per group. The contraction of A [rows][m] and B [rows][n]
-//   runs over rows start[g] .. start[g] + len[g], whatever the following rows contain; m, n % 8 == 0. An empty group gives zeros.
+// kRagged::kRows (fprop, dgrad): A is [rows][k] and B is [groups · n][k], with k % 8 == 0. The len[g] rows of A and D from
+//   row start[g] on belong to group g, whose matrix is the n rows of B from row g·n on. A group may start at any row.
+// kRagged::kContraction (wgrad): D is a stack of matrices [m][n], one per group. The contraction of A [rows][m] and B [rows][n] runs over
+//   the len[g] rows from row start[g] on, whatever the following rows contain. m and n are multiples of 8. An empty group gives zeros.
 // D is BF16 (n % 8 == 0) or F32 (n % 4 == 0). With kAdds, the product is added to the old D.
-// The tensor cores' F32 accumulators sum in order of k.
+// The tensor cores' F32 accumulators add the products in order of k.
 //
 // Grid, warp roles, ring and waves are those of grouped_fp8_block.cuh, but no warp fetches scales. A stage has 64 elements of k.
 #pragma once

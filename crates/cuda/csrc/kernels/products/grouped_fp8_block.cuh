@@ -1,9 +1,9 @@
 // Grouped GEMM D = A·Bᵀ with FP8 operands and block scales: the expert layer's GEMMs in fprop, dgrad and wgrad.
 //
-// kRagged::kRows (fprop, dgrad): rows start[g] .. start[g] + len[g] of A and D belong to group g, whose matrix is rows g·n .. (g+1)·n of
-//   B. Starts are multiples of 128. Rows of D outside all groups are written as zeros.
+// kRagged::kRows (fprop, dgrad): the len[g] rows of A and D from row start[g] on belong to group g, whose matrix is the
+//   n rows of B from row g·n on. Group starts are multiples of 128. Rows of D outside all groups are written as zeros.
 // kRagged::kContraction (wgrad): D is a stack of matrices [m][n], one per group. The contraction of A [m][k] and B [n][k] runs over
-//   columns start[g] .. start[g] + len[g]; the length is rounded up to 128, and codes past len[g] are zeros. An empty group gives zeros.
+//   len[g] columns from column start[g] on, rounded up to 128 columns; codes past len[g] are zeros. An empty group gives zeros.
 //
 // A: codes [rows][k], k contiguous, k % 16 == 0, with 1x128 scales. kA and kB are the elements of A and B: E4M3 or E5M2.
 // B: codes [rows][k], with 128x128, 32x128 or 1x128 scales (kScalesB).

@@ -1,4 +1,4 @@
-// GEMM D = A·Bᵀ of any two operands, dense or grouped, on the CUDA cores. It serves F32 GEMMs,
+// GEMM D = A·Bᵀ of any two operands, dense or grouped, on the CUDA cores. The kernel serves F32 GEMMs,
 // and cases that the tensor-core kernels do not support (odd sizes, rare pairs of formats).
 //
 // An operand is F32, BF16, or codes (E4M3, E5M2, or two E2M1 codes per byte) with one scale per block along the

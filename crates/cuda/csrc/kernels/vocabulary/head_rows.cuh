@@ -2,7 +2,7 @@
 // and uses the hardware's exponentials. The kernel in cross_entropy.cuh gives the same bits as the CPU.
 //
 // head_rows<kCluster>: for each row of logits [rows][vocab], writes the loss, and dlogits [rows][vocab] in BF16 unless
-//   dlogits is null. bad_ids counts targets at or past the vocabulary's end. Such targets, and negative targets, give
+//   dlogits is null. bad_ids counts targets at or past the vocabulary's end. Targets past the end, and negative targets, give
 //   no loss and no gradient. A cluster processes every (gridDim.x / kCluster)-th row, and each of its CTAs has `part`
 //   adjacent elements; part and vocab are multiples of 8. While a row is processed, TMA loads the next row. 512
 //   threads per CTA; the grid is a multiple of kCluster CTAs. Dynamic shared memory: HeadRoom, and 2 * part * 4 bytes.

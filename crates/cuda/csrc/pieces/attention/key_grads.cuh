@@ -2,8 +2,8 @@
 // (for tiles of 64 queries), the CTA also stores dS, so that the computation of dq need not recompute it.
 //
 // P = 2^(q·k · log2(e) · scale - lse) and dS = P · (dout·v - delta) are rounded to BF16; dv = Pᵀ · dout, dk = scale
-// · dSᵀ · q. Sums are F32. A CTA has 128 keys of a head of k, 64 per warpgroup. It loops over the query heads of
-// the group in order. For each head it loops over queries, `query_rows` at a time, from the first query that sees
+// · dSᵀ · q. Sums are F32. A CTA has 128 keys of a head of k, 64 per warpgroup. The CTA loops over the query heads of
+// the group in order. For each head the CTA loops over queries, `query_rows` at a time, from the first query that sees
 // the keys on. Boxes have `query_rows` rows for q and dout, 64 rows for k and v, and 16 rows for outputs.
 #pragma once
 #include "pieces/attention/attention_ring.cuh"

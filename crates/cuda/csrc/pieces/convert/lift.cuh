@@ -2,7 +2,7 @@
 // kernels that lift and kernels that quantize. The CPU implementation is crates/formats/src/lift.rs.
 //
 // If a source scale is at most 2^11 times smaller than the largest source scale, its values are normal in E4M3, and each
-// factor of two adds 8 to their codes. Such blocks need only integer arithmetic. Other blocks are rare and use a lookup table.
+// factor of two adds 8 to their codes. Blocks whose values are normal need only integer arithmetic. Other blocks are rare and use a lookup table.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
