@@ -3,8 +3,8 @@
 //   kBlock: the number of values per scale record: 16, 32, 64 or 128.
 //   kPart: the number of values per part of a block. The largest magnitude of each part is measured, and each part has its own factor.
 //     Parts smaller than their block have fewer than 16 values (in blocks of 64) or 16 values (in blocks of 128).
-//   kScaleBytes: the number of bytes of a scale record, 0, 1, 4 or 8. Records of 4 bytes exist only in blocks of 64 or 128. They are F32
-//     unless blocks have parts; in that case padding has the least scale.
+//   kScaleBytes: the number of bytes of a scale record, 0, 1, 4 or 8. Records of 4 bytes exist only in blocks of 64 or 128. 4-byte records are F32
+//     unless blocks have parts. The record of padding has the least scale.
 //   kPartBits: the number of bits per part in the record, only for parts of 16. The bits of the first part follow the lowest byte.
 //   kLine: true if a whole row or column has one scale record, instead of one record per block.
 //   kTensor: true if all blocks of a tensor share a second scale.

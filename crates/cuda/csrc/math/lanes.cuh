@@ -1,4 +1,4 @@
-// A row is summed in 256 partial sums. They are called lanes, like on the CPU, but are not lanes of a
+// A row is summed in 256 partial sums. These sums are called lanes, like on the CPU, but are not lanes of a
 // warp. The 256 partial sums are added by halving: l with l + 128, then l with l + 64, and so on down to l with l + 1.
 #pragma once
 #include "ptx/types.cuh"

@@ -24,7 +24,7 @@
 //   Squared<F>: has form kFormRows + kFormCols, with the scales of 2-D blocks of kBlock x kBlock values. Squared<F> rounds by `policy`.
 //   Chosen<F> takes `scaling`. For 2-D blocks, the kernel sums the loss of each of the two candidate scales in shared memory, in integers.
 //   With `found` (only for delayed scales of a tensor), the kernel writes for each of `found_spans` groups of rows the bits of the largest magnitude,
-//   initially zeros, or NaN if a value is not finite. It adds to found_counts[0] the number of finite values that exceed the `unit` of their group of rows.
+//   initially zeros, or NaN if a value is not finite. found_counts[0] increases by the number of finite values that exceed the `unit` of their group of rows.
 //
 //   One-byte scale records are stored several at a time if they are contiguous. Three flags say where:
 //   row_words: the records of rows are stored in words. Either a row has a multiple of 64 / kBlock records; or cols is a

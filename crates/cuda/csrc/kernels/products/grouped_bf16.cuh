@@ -10,7 +10,7 @@
 // D is BF16 (n % 8 == 0) or F32 (n % 4 == 0). With kAdds, the product is added to the old D.
 // The tensor cores' F32 accumulators add the products in order of k.
 //
-// Grid, warp roles, ring and waves are those of grouped_fp8_block.cuh, but no warp fetches scales. A stage has 64 elements of k.
+// The grid, the warp roles, the ring of stages and the waves are those of grouped_fp8_block.cuh, but no warp fetches scales. A stage has 64 elements of k.
 #pragma once
 #include "pieces/products/grouped_store.cuh"
 

@@ -6,7 +6,7 @@
 //   slot s, and all other rows are padding. In slot order, slots of one source row are adjacent, so that the same
 //   lanes read the row from memory once. In index order, a source row would have left the cache before its next use.
 //   128 threads per CTA; the grid has ceil(rows · lanes / (128 · kEach)) CTAs; num_slots <= rows. lanes_log2
-//   is at most 7; the best lanes_log2 gives each lane has up to kUnits units of 16 bytes. kUnits is 6 for short rows, of
+//   is at most 7; the best lanes_log2 gives each lane up to kUnits units of 16 bytes. kUnits is 6 for short rows, of
 //   which more must be in flight, else 8. kEach is 4 if a source row has that many slots, else 1.
 //
 // Speed on an H200, in % of the bandwidth limit, in BF16, E4M3 and MXFP4 (each time includes

@@ -4,7 +4,7 @@
 //   units = ceil(d / kCount), at least 1; kCount is 4 if d is a multiple of 4, else 1.
 //   256 threads per CTA; the grid has ceil(rows * units / 1024) CTAs; rows * units is below 2^31.
 //
-// kThreads is always kEmbedThreads. It is a template parameter only so that these kernels are compiled where they are launched.
+// kThreads is always kEmbedThreads. kThreads is a template parameter only so that these kernels are compiled where they are launched.
 // The backward pass sorts the tokens by key = shard * vocab + id with a stable radix sort, one digit per pass: embed_digits
 // extracts the digits, and `plan_permute` sorts. A run of tokens with the same key is divided into chunks of 64 tokens.
 // embed_digits<kThreads>: digit[i] = key(order[i]) >> shift & mask. If `order` is
