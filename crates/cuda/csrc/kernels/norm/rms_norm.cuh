@@ -3,8 +3,8 @@
 //
 // x, plus, y, sum are [rows, d] of type T (Bf16 or F32), weight is F32 [d], inv_rms F32 [rows]. Without kPlus, plus and sum are null.
 // rms_norm<T, kThreads, kBlocks, kRows, kPlus>: holds rows in registers; d is a multiple of 8. kThreads adjacent threads share a row. Each
-//   thread has eight columns of every 256 columns, and the row has at most kBlocks * 256 columns. If kThreads < 32, kBlocks is 1 and d <=
-//   8 * kThreads. A thread has its eight columns per 256 in kRows rows. 128 threads per CTA; the grid has ceil(rows / (kRows * 128 / kThreads)) CTAs.
+//   thread has eight columns of every 256 columns, and the row has at most kBlocks * 256 columns. If kThreads < 32, kBlocks is 1 and d <= 8 *
+//   kThreads. A thread holds its columns of kRows rows at once. 128 threads per CTA; the grid has ceil(rows / (kRows * 128 / kThreads)) CTAs.
 // rms_norm_long<T, kAligned, kPlus>: for any d; reads each row twice. kAligned: d is a multiple of 8.
 //   128 threads per CTA, one warp per row; the grid has ceil(rows / 4) CTAs.
 #pragma once

@@ -8,9 +8,9 @@
 // rms_backward_wide<T, kBlocks, kRows, kPlus>: d is a multiple of 8, at most 256 * kBlocks; kBlocks <= 8. One CTA per chunk; each thread
 //   has two adjacent columns of every 256. The CTA processes kRows rows at a time, while asynchronous copies fetch the next rows.
 //   128 threads per CTA; the grid has shards * chunks CTAs. Dynamic shared memory: 3 * 2 * kRows * d * sizeof(a value) bytes.
-// rms_backward_long<T, kBlocks, kRows, kPlus>: computes what rms_backward_wide computes, for longer rows. For each
-//   of kRows rows, 256 threads compute the mean, one thread per partial sum (math/lanes.cuh); all threads share the
-//   work on dx and dweight. 256 * kRows threads per CTA; grid and shared memory are those of rms_backward_wide.
+// rms_backward_long<T, kBlocks, kRows, kPlus>: computes what rms_backward_wide computes, for longer rows. For each of
+//   kRows rows, 256 threads compute the mean, one thread per partial sum (math/lanes.cuh); all threads share the work on
+//   dx and dweight. 256 * kRows threads per CTA; the grid and the shared memory are as large as for rms_backward_wide.
 // rms_dx<T, kAligned, kPlus>, rms_dweight<T>: for any d, in two passes. kAligned: d is a multiple of 8. rms_dx has 128 threads per CTA, one warp
 //   per row, and ceil(all rows / 4) CTAs. rms_dweight has 128 threads per CTA, one thread per column, and shards * chunks * ceil(d / 128) CTAs.
 #pragma once

@@ -1,7 +1,7 @@
 // Computes a + b in F32, rounded once. Optionally a third term is then added, and the sum is rounded again.
 //
-// add<T, kPlus>: out[i] = a[i] + b[i], rounded; with kPlus, plus[i] is then added. T is Bf16 or F32; buffers are
-//   16-byte aligned. 256 threads per CTA; the grid has ceil(len / (4 · 256 · values in 16 bytes)) CTAs, for any len.
+// add<T, kPlus>: out[i] = a[i] + b[i], rounded; kPlus: plus[i] is then added to out[i], and the sum is rounded. T is Bf16 or F32;
+//   buffers are 16-byte aligned. 256 threads per CTA; the grid has ceil(len / (4 · 256 · values in 16 bytes)) CTAs, for any len.
 #pragma once
 #include "formats/plain.cuh"
 

@@ -1,7 +1,7 @@
 // Copies many strided runs of rows of bytes in one launch, because each run alone would be too short to fill the device.
 //
-// copy_many: run i copies `lines` rows of `len` units from `from` to `to`. A unit has 2^log bytes, which divides
-//   every address and stride; strides are in units. Runs do not overlap. A CTA copies 1024 units of one run.
+// copy_many: run i copies `lines` rows of `len` units from `from` to `to`. A unit has 2^log bytes, and every address
+//   and stride is a multiple of a unit. Strides are in units. Runs do not overlap. A CTA copies 1024 units of one run.
 //   256 threads per CTA; the grid has the CTAs of all runs; the table of runs is a kernel parameter.
 #pragma once
 #include "ptx/types.cuh"

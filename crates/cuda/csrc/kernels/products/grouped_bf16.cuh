@@ -1,8 +1,8 @@
 // Grouped GEMM D = A·Bᵀ with BF16 operands, for the BF16 recipe and for formats whose decoded values are BF16 numbers.
 //
 // grouped_bf16_scaled: the same GEMM, but the F32 sums are multiplied by a_scale · b_scale before they are rounded or added to
-//   D. a_scale and b_scale are the operands' F32 tensor scales (null: 1). scale_sums.cuh defines the arithmetic. With kRows,
-//   the scales are a_scale[row of A] and b_scale[row of B]; with kContraction, they are those of the group's first row.
+//   D. a_scale and b_scale are the operands' F32 tensor scales (null: 1). scale_sums.cuh defines the arithmetic. With kRows, the
+//   scales are a_scale[row of A] and b_scale[row of B]; with kContraction, both scales are entries of the group's first row.
 // kRagged::kRows (fprop, dgrad): A is [rows][k] and B is [groups · n][k], with k % 8 == 0. The len[g] rows of A and D from
 //   row start[g] on belong to group g, whose matrix is the n rows of B from row g·n on. A group may start at any row.
 // kRagged::kContraction (wgrad): D is a stack of matrices [m][n], one per group. The contraction of A [rows][m] and B [rows][n] runs over

@@ -9,8 +9,8 @@
 //   f / 128. sizeof(BackwardShared<H>) dynamic shared memory: 231424 or 232448 bytes. kernels/swiglu/add_partial_sums.cuh adds `parts`.
 //
 // The tensor maps have boxes of 32 rows. With SavedH, the map of h covers the MXFP4 codes [rows][f], 64 bytes wide, in the 64-byte
-// swizzle; the scales [rows][2f / 32] are loaded without a map. With PlainH, the map of h covers BF16 [rows][2f], 128 values wide,
-// not swizzled. The map of da is also 128 values wide and not swizzled. In the maps of the column outputs, a box is a TurnedTile.
+// swizzle; the scales [rows][2f / 32] are loaded without a map. With PlainH, the map of h covers BF16 [rows][2f], 128 values wide, not
+// swizzled. The map of da is also 128 values wide and not swizzled. Each box of the column outputs' maps has the layout of a TurnedTile.
 //
 // A tile of 128 x 128 stays in registers until it is encoded, except most of a, which waits in
 // shared memory. Meanwhile the next tile is loaded, and the columns of the previous tile are stored.

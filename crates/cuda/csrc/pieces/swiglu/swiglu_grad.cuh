@@ -1,5 +1,5 @@
-// Computes the gradients of one element of SwiGLU, and the sum
-// that gives the gate weight's gradient, in a fixed order.
+// Computes the gradients of one element of SwiGLU. The gate weight's
+// gradient is a sum over elements, whose order is defined here.
 #pragma once
 #include "math/exp.cuh"
 #include "ptx/types.cuh"
