@@ -34,7 +34,7 @@ pub struct LayerNormOut<B: Backend> {
 }
 
 impl<B: Backend> LayerNorm<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -83,7 +83,7 @@ pub struct LayerNormBackward<'a, B: Backend> {
 }
 
 impl<B: Backend> LayerNormBackward<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

@@ -24,7 +24,7 @@ pub struct NormRope<'a, B: Backend> {
 }
 
 impl<B: Backend> NormRope<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -67,7 +67,7 @@ pub struct NormRopeBackward<'a, B: Backend> {
 }
 
 impl<B: Backend> NormRopeBackward<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = RmsNormBackward::<B>::AGREEMENT;
 
     /// Number of heads in all rows together. Call `check` first.

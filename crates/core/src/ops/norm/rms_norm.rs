@@ -30,7 +30,7 @@ pub struct RmsNormOut<B: Backend> {
 }
 
 impl<'a, B: Backend> RmsNorm<'a, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// The norm of x, without `plus`.
@@ -92,7 +92,7 @@ impl<B: Backend> RmsNormBackward<'_, B> {
     /// Number of rows of a chunk in the sum of dweight.
     pub const CHUNK: usize = 64;
 
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

@@ -74,7 +74,7 @@ pub(in crate::ops) fn check_turn<B: Backend>(
 }
 
 impl<B: Backend> Rope<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

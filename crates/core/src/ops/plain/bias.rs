@@ -12,7 +12,7 @@ pub struct AddBias<'a, B: Backend> {
 }
 
 impl<B: Backend> AddBias<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -39,7 +39,7 @@ impl<B: Backend> AddBiasBackward<'_, B> {
     /// Number of rows of a chunk in the sum.
     pub const CHUNK: usize = RmsNormBackward::<B>::CHUNK;
 
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

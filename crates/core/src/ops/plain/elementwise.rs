@@ -12,7 +12,7 @@ pub struct Cast<'a, B: Backend> {
 }
 
 impl<B: Backend> Cast<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Always succeeds, for any shape and either type.
@@ -45,7 +45,7 @@ pub struct InitNormal {
 }
 
 impl InitNormal {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks that every element has an index.
@@ -78,7 +78,7 @@ pub struct Add<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Add<'a, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// A sum of two terms.
@@ -118,7 +118,7 @@ pub struct SumShards<'a, B: Backend> {
 }
 
 impl<B: Backend> SumShards<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -187,7 +187,7 @@ pub fn squares_chunks(elements: usize) -> usize {
 pub const SQUARES_CHUNK: usize = 4096;
 
 impl<B: Backend> SumSquares<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the parts and the indices of their sums.
@@ -238,7 +238,7 @@ pub struct ChunkSums {
 }
 
 impl<B: Backend> CloseSquares<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the chunks and the indices of sums.
@@ -283,7 +283,7 @@ pub struct Transpose<'a, B: Backend> {
 }
 
 impl<B: Backend> Transpose<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the stack.

@@ -10,7 +10,7 @@ pub struct Gelu<'a, B: Backend> {
 }
 
 impl<B: Backend> Gelu<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Any shape and either type are allowed.
@@ -35,7 +35,7 @@ pub struct GeluBackward<'a, B: Backend> {
 }
 
 impl<B: Backend> GeluBackward<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

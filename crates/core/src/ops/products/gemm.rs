@@ -160,11 +160,11 @@ pub struct Gemm<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Gemm<'a, B> {
-    /// How closely backends' results must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely the results of two backends must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
-    /// Checks shapes and the combination.
+    /// Checks the shapes, and that the op supports this combination of arguments.
     pub fn check(&self) -> Result<ProductDims> {
         const OP: &str = "gemm";
         check_pair(OP, self.a, self.b)?;
@@ -204,11 +204,11 @@ pub struct GroupedGemm<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> GroupedGemm<'a, B> {
-    /// How closely backends' results must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely the results of two backends must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
-    /// Checks shapes and the combination. `m` is the capacity.
+    /// Checks the shapes, and that the op supports this combination of arguments. `m` is the capacity.
     pub fn check(&self) -> Result<ProductDims> {
         const OP: &str = "grouped_gemm";
         check_pair(OP, self.x, self.w)?;
@@ -254,11 +254,11 @@ pub struct GroupedWgrad<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> GroupedWgrad<'a, B> {
-    /// How closely backends' results must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely the results of two backends must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
-    /// Checks shapes and the combination. In the returned sizes, `m` is the layer's n, `n` is the layer's k, and `k` is the capacity.
+    /// Checks the shapes, and that the op supports this combination of arguments. In the returned sizes, `m` is the layer's n, `n` is the layer's k, and `k` is the capacity.
     pub fn check(&self) -> Result<ProductDims> {
         const OP: &str = "grouped_wgrad";
         for (argument, x) in [("dy.axis", self.dy), ("x.axis", self.x)] {

@@ -27,7 +27,7 @@ pub struct CombineTree<'a, B: Backend> {
 }
 
 impl<B: Backend> CombineTree<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths, and `plus`.
@@ -71,7 +71,7 @@ pub struct FindSlots<'a, B: Backend> {
 }
 
 impl<B: Backend> FindSlots<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.

@@ -21,7 +21,7 @@ pub struct AssignParts<'a, B: Backend> {
 }
 
 impl<B: Backend> AssignParts<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -58,7 +58,7 @@ pub struct JoinGroups<'a, B: Backend> {
 }
 
 impl<B: Backend> JoinGroups<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the number of groups.

@@ -26,7 +26,7 @@ pub struct PlanPermute<'a, B: Backend> {
 }
 
 impl<B: Backend> PlanPermute<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -87,7 +87,7 @@ pub struct Permute<'a, B: Backend> {
 }
 
 impl<B: Backend> Permute<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the buffers.
@@ -121,7 +121,7 @@ pub struct Unpermute<'a, B: Backend> {
 }
 
 impl<B: Backend> Unpermute<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the buffers, and the number of rows.
@@ -147,7 +147,7 @@ pub struct GatherScalars<'a, B: Backend> {
 }
 
 impl<B: Backend> GatherScalars<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Always succeeds, because indices are on the device and come from a [`PermuteMap`].
@@ -177,7 +177,7 @@ pub struct CombineSlots<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> CombineSlots<'a, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// A combine of all rows, in the order of the slots.
@@ -224,7 +224,7 @@ pub struct PackRows<'a, B: Backend> {
 }
 
 impl<B: Backend> PackRows<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the buffers.
@@ -259,7 +259,7 @@ pub struct UnpackRows<'a, B: Backend> {
 }
 
 impl<B: Backend> UnpackRows<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.
@@ -294,7 +294,7 @@ pub struct UnpackPermute<'a, B: Backend> {
 }
 
 impl<B: Backend> UnpackPermute<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.

@@ -155,7 +155,7 @@ impl<B: Backend> Route<'_, B> {
     /// Number of tokens of a chunk. The probabilities of a chunk's tokens are summed before the sums of chunks are added.
     pub const CHUNK: usize = 64;
 
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -220,7 +220,7 @@ pub struct RouteBackward<'a, B: Backend> {
 }
 
 impl<B: Backend> RouteBackward<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Factors of the two losses in a logit's gradient, with t tokens per shard. In the load-balancing loss, the factor of an expert's load

@@ -29,7 +29,7 @@ pub struct SlotRanks<B: Backend> {
 }
 
 impl<B: Backend> AssignRanks<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -95,7 +95,7 @@ pub struct PackSlots<'a, B: Backend> {
 }
 
 impl<B: Backend> PackSlots<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -148,7 +148,7 @@ pub struct ReceivedSlots<B: Backend> {
 }
 
 impl<B: Backend> UnpackSlots<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.

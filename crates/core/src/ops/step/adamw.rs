@@ -53,7 +53,7 @@ impl<B: Backend> AdamWTensor<'_, B> {
 }
 
 impl<B: Backend> AdamW<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes and types.

@@ -122,7 +122,7 @@ pub struct BeginStep<'a, B: Backend> {
 }
 
 impl<B: Backend> BeginStep<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths, and that the cells from `told` on are within the table.
@@ -167,7 +167,7 @@ pub struct BeginMicroBatch<'a, B: Backend> {
 }
 
 impl<B: Backend> BeginMicroBatch<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -254,7 +254,7 @@ pub struct Collect<'a, B: Backend> {
 }
 
 impl<B: Backend> Collect<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks that every entry is within the table.
@@ -311,7 +311,7 @@ pub struct EndStep<'a, B: Backend> {
 }
 
 impl<B: Backend> EndStep<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
     /// Checks lengths.
     pub fn check(&self) -> Result<()> {
@@ -353,7 +353,7 @@ pub struct BalanceBias<'a, B: Backend> {
 }
 
 impl<B: Backend> BalanceBias<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.

@@ -64,7 +64,7 @@ pub struct PushAmax<'a, B: Backend> {
 }
 
 impl<B: Backend> PushAmax<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths. The words are on the device, so they are not checked: a span whose record is not within the records, or whose

@@ -59,7 +59,7 @@ fn check_emit<B: Backend>(
 }
 
 impl<B: Backend> Swiglu<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -124,7 +124,7 @@ impl<B: Backend> SwigluBackward<'_, B> {
     /// Number of columns of a part in the sum of the gate weight's gradient.
     pub const PART: usize = 128;
 
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

@@ -44,7 +44,7 @@ pub struct CrossEntropyOut<B: Backend> {
 }
 
 impl<B: Backend> CrossEntropy<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Number of tokens of a chunk in a shard's sum; one CTA sums a chunk.

@@ -25,7 +25,7 @@ pub struct EmbedOut<B: Backend> {
 }
 
 impl<B: Backend> Embed<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks types.
@@ -66,7 +66,7 @@ impl<B: Backend> EmbedBackward<'_, B> {
     /// Number of tokens of a chunk, which are summed one after the other.
     pub const CHUNK: usize = 64;
 
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
