@@ -196,8 +196,8 @@ impl<B: Backend> Hadamard<'_, B> {
     }
 }
 
-/// The random bits of each element for stochastic rounding, which are a function of the seed, the linear layer and operand (site), and the
-/// step.
+/// The random bits of each element for stochastic rounding, which are a function of the seed, the tensor (the `site` of the stream), and
+/// the step.
 #[derive(Debug)]
 pub struct Random<'a, B: Backend> {
     /// The stream that gives the seed, the purpose and the site, and also the step if `step` is `None`.

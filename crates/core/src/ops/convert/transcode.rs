@@ -31,9 +31,10 @@ pub fn converted_rule(from: (Format, ScaleRule), to: (Format, ScaleRule)) -> Sca
 ///
 /// * MXFP4 rows → E4M3 rows or E4M3 columns: the *lift*. A lift is exact if the MXFP4 scales within a block of the result span at most 14
 ///   powers of two.
-/// * MXFP4 rows → E4M3 tiles: the lift of a weight, both as it is and transposed. The result has one scale per 128 × 128 block, separately
-///   for each matrix of a stack (`x.stack`).
-/// * E4M3 rows → E4M3 columns (power-of-two scales): by an exponent shift to the largest of the 128 row scales.
+/// * MXFP4 rows → E4M3 tiles: the lift of a weight. The op writes both the weight and its transpose. The result has one scale per 128 × 128
+///   block, separately for each matrix of a stack (`x.stack`).
+/// * E4M3 rows → E4M3 columns (power-of-two scales): the op shifts exponents, so that each column block gets the largest of the scales of
+///   its 128 rows.
 /// * E4M3 rows → MXFP4 rows: the result has the same bits as a quantization of the decoded values.
 ///
 /// The op counts blocks of the source format, and does not count padding. A share of inexact blocks is a share of the blocks with a
@@ -46,7 +47,7 @@ pub struct Transcode<'a, B: Backend> {
     pub to: Format,
     /// Target axis.
     pub axis: BlockAxis,
-    /// Target scale rule. The scale rule of an MXFP4 result. Conversions to E4M3 ignore this rule ([`converted_rule`]).
+    /// The scale rule for an MXFP4 result. Conversions to E4M3 ignore this rule ([`converted_rule`]).
     pub rule: ScaleRule,
     /// The groups of rows; tiles cannot have groups. If the result has blocks down columns, the rows past each group's length are zero.
     pub groups: Option<&'a Groups<B>>,
