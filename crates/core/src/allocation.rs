@@ -108,8 +108,8 @@ pub fn in_part<R, E>(what: &'static str, work: impl FnOnce() -> Result<R, E>) ->
     Ok(done)
 }
 
-/// Runs `work` and then restores the phase, the part and the step, even if `work` has changed them. Callers use this function to find out
-/// more about an error.
+/// Runs `work` and then restores the phase and its part, even if `work` has changed them. Callers use this function to find out more about
+/// an error.
 pub fn aside<R>(work: impl FnOnce() -> R) -> R {
     let Phase { text, len, part } = *phase_now();
     let done = work();
@@ -118,8 +118,8 @@ pub fn aside<R>(work: impl FnOnce() -> R) -> R {
     done
 }
 
-/// Passes the phase and its part to `tell`. Both are empty texts if no phase has been set, or while another thread is setting it. This
-/// function does not allocate memory, and does not wait for other threads.
+/// Passes the phase and its part to `tell`. The function passes empty texts if no phase has been set, or while another thread is setting
+/// the phase. This function does not allocate memory, and does not wait for other threads.
 pub fn with_phase<R>(tell: impl FnOnce(&str, &'static str) -> R) -> R {
     match PHASE.try_lock() {
         Ok(phase) => tell(std::str::from_utf8(&phase.text[..phase.len]).unwrap_or_default(), phase.part),
