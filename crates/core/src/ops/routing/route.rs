@@ -203,10 +203,11 @@ impl<B: Backend> Route<'_, B> {
 /// Computes the gradient of the logits, F32 `[t, e]`, from the gradients of the gate weights and of the two auxiliary losses. The choice of
 /// experts, and the biases that affect only this choice, have no gradient.
 ///
-/// A gate weight is w = f·s / D, where s is the score, f is the factor `scale`, and D is the divisor. With `normalize`, the score of a
-/// chosen expert has the gradient (f·dw − Σ dw·w) / D. Let ds be this gradient of a score, and b the load of the expert times the factor of
-/// the load-balancing loss. For softmax, b is added to ds, and the gradient of a logit is s·(ds − Σ ds·s + z·lse). For sigmoids whose sum
-/// is S, (b − Σ b·s / S) / S is added to ds, and the gradient of a logit is ds·s·(1 − s) + z·lse·exp(logit − lse).
+/// A gate weight is w = f·s / D, where s is the score, f is the factor `scale`, and D is the divisor (1 without `normalize`). With
+/// `normalize`, the score of a chosen expert has the gradient (f·dw − Σ dw·w) / D; otherwise it has the gradient f·dw. Let ds be this
+/// gradient of a score, and b the load of the expert times the factor of the load-balancing loss. For softmax, b is added to ds, and the
+/// gradient of a logit is s·(ds − Σ ds·s + z·lse). For sigmoids whose sum is S, (b − Σ b·s / S) / S is added to ds, and the gradient of a
+/// logit is ds·s·(1 − s) + z·lse·exp(logit − lse).
 #[derive(Debug)]
 pub struct RouteBackward<'a, B: Backend> {
     /// The result of [`Route`].

@@ -83,10 +83,10 @@ pub struct Change {
 }
 
 impl Change {
-    /// The number of casts. The number of casts in this change. A cast is a dequantization, or a quantization of a plain tensor along one
-    /// axis by a separate kernel. If one kernel writes both row blocks and column blocks, they count as two casts. A sequence of
-    /// conversions without casts quantizes only in the kernels that compute tensors, and converts row blocks directly to column blocks. If
-    /// a kernel quantizes its own result, there is no cast.
+    /// The number of casts in this change. A cast is a dequantization, or a quantization of a plain tensor along one axis by a separate
+    /// kernel. If one kernel writes both row blocks and column blocks, they count as two casts. A sequence of conversions without casts
+    /// quantizes only in the kernels that compute tensors, and converts row blocks directly to column blocks. If a kernel quantizes its own
+    /// result, there is no cast.
     pub fn casts(&self) -> usize {
         match self.op {
             "quantize" => usize::from(self.to.rows) + usize::from(self.to.cols),
