@@ -109,7 +109,7 @@ impl StoredScoreGrads {
     const CTAS_AHEAD: usize = 211;
 
     /// Chooses the plan for BF16 heads. `heads` is the head size of queries and keys, and the head size of values. Returns `None` in three
-    /// cases: there is no tensor-core kernel for the heads, two kernels are faster (small heads, or heads that share keys), or dS of long
+    /// cases: there is no tensor-core kernel for the heads, two kernels are faster (short heads, or heads that share keys), or dS of long
     /// sequences needs too much memory. If there are two kernels instead, each of them computes dS itself.
     pub fn of(
         heads: (usize, usize),

@@ -7,7 +7,7 @@ use crate::scale::{Scale, ScaleKind};
 use crate::scaling::Scaling;
 use crate::square::Square;
 
-/// The scale that a block's values are multiplied by while the block is encoded.
+/// The scale of a block, as the encoder uses it: the stored scale record, and the factor by which values are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockScale {
     /// The stored scale record.

@@ -218,7 +218,7 @@ named! {
 }
 
 impl Correction {
-    /// The factor 0.93 · 17/16, by which the scale of a block differs from the scale without saturation, before rounding.
+    /// The ratio of the scale of a block to the scale with which no value saturates, before rounding. The ratio is 0.93 · 17/16.
     pub const CLIP: f32 = 0.93 * 17.0 / 16.0;
 }
 

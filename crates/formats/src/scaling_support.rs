@@ -13,9 +13,9 @@ impl Scaling {
     /// formats, for rules that a format does not have, and for `cann`, which rounds products before codes.
     ///
     /// A scale rounded to nearest with m mantissa bits is too small by a factor of at most 1 + 2^-(m+1). HiFloat4's scale is first rounded
-    /// to eight bits and computed with 1/7 in BF16. These two errors and a rounding require a headroom of 1.125 · 512/511 · (1 + 2^-9), so
-    /// 1.125 is too small, and the next larger sixteenth, 1.1875, is enough. The headroom of power-of-two rules follows from the largest
-    /// element: scaled magnitudes are below 2^(emax + 1) under `floor`, and half a step smaller under `even`. If F32 operations precede the
+    /// to eight bits and computed with 1/7 in BF16. Together, these roundings require a headroom of 1.125 · 512/511 · (1 + 2^-9), so 1.125
+    /// is too small, and the next larger sixteenth, 1.1875, is enough. The headroom of power-of-two rules follows from the largest element:
+    /// scaled magnitudes are below 2^(emax + 1) under `floor`, and half a step smaller under `even`. If F32 operations precede the
     /// encoding, their rounding errors may exceed the largest code.
     pub fn unbiased(format: Format, rule: ScaleRule) -> Option<Scaling> {
         let spec = format.spec();

@@ -18,7 +18,7 @@ pub const BLOCK_N: usize = 128;
 pub const ROW_BYTES: usize = 128;
 /// The number of rows of D (columns, if the product is transposed) that a warp stores at a time.
 pub const OUT_ROWS: usize = 16;
-/// The number of bytes that a warp stores at a time in each of these rows.
+/// The number of bytes of one row of D that a warp stores at a time.
 pub const OUT_ROW_BYTES: usize = 64;
 const MATH_WARPS: usize = 8;
 /// Bytes of the device's struct `Tile`, of which each stage has one.
@@ -123,7 +123,7 @@ pub struct TensorCoreProduct {
     /// BF16 sum is rounded once.
     pub accumulate: bool,
     /// Whether each matrix of D is stored transposed, as `[n][m]`. A and B are swapped, and D is transposed, if the rows of A share scales.
-    /// Only F32 products of FP8 operands with [`Ragged::Contraction`] are transposed.
+    /// Only products of FP8 operands with F32 output and [`Ragged::Contraction`] are transposed.
     pub transposed: bool,
     /// Number of groups.
     pub groups: usize,
@@ -290,7 +290,7 @@ pub struct TensorCoreConfig {
     pub adds: Adds,
     /// The order in which tiles are computed.
     pub order: Order,
-    /// The number of rows of tiles that are computed together, column by column (an argument of the launch).
+    /// The number of rows of tiles in a band. The kernel computes tiles band by band. This number is an argument of the launch.
     pub band: usize,
 }
 
