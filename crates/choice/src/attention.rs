@@ -13,7 +13,8 @@ use std::fmt;
 /// The head sizes for which there are tensor-core kernels, as (head size of queries and keys, head size of values).
 pub const HEADS: [(usize, usize); 3] = [(64, 64), (128, 128), (192, 128)];
 
-/// The number to a multiple of which the backward pass pads the queries of a head. It is a multiple of the query tile size of every kernel.
+/// The number to a multiple of which the backward pass pads the queries of a head. This number is a multiple of the query tile size of
+/// every kernel.
 pub const PADDED_QUERIES: usize = 128;
 
 /// The largest head size of queries and keys, and of values, that any kernel supports. Four tiles of heads of this size must fit into the

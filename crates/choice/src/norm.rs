@@ -24,7 +24,7 @@ impl NormRopePath {
     }
 
     /// The intermediate tensor between RMSNorm and RoPE if separate operations compute them: the normalized heads, or the gradient after
-    /// the inverse rotation. It has the size of x.
+    /// the inverse rotation. This tensor has the size of x.
     pub fn between<B: Backend>(self, x: &Tensor<B>) -> Option<Temporary> {
         (self == Self::Apart).then(|| Temporary::new("heads between norm and rotation", x.bytes()))
     }

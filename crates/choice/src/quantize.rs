@@ -140,7 +140,7 @@ pub struct RowScales {
     pub lines: usize,
     /// Number of blocks per row.
     pub blocks: usize,
-    /// The distance from the records of one block column to those of the next, as a number of records. It is a multiple of 128.
+    /// The distance from the records of one block column to those of the next, as a number of records. This distance is a multiple of 128.
     pub stride: usize,
     /// The number of blocks per row that the kernel writes, including padding to whole tiles.
     pub written: usize,

@@ -75,7 +75,7 @@ impl RouteSums {
         ]
     }
 
-    /// The number of values in the buffer that counts slots per document and expert. It has one row per token, aligned to 16 bytes.
+    /// The number of values in the buffer that counts slots per document and expert. The buffer has one row per token, aligned to 16 bytes.
     pub const fn document_slots(&self) -> usize {
         self.tokens * self.experts.next_multiple_of(4)
     }

@@ -9,7 +9,7 @@ use std::fmt;
 /// The number of rows and columns of the tile of a kernel, which is the block length of E4M3.
 pub const TILE: usize = 128;
 
-/// The scale rules for which there are fused E4M3 kernels. These are the rules that the recipes use.
+/// The scale rules for which there are fused E4M3 kernels. The recipes use only these scale rules.
 pub const FUSED_RULES: [ScaleRule; 2] = [ScaleRule::Amax, ScaleRule::Rceil];
 
 /// Whether the fused kernels can write this codec: E4M3 whose scales depend only on the rule.

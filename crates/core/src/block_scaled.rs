@@ -395,7 +395,7 @@ impl Stored {
 pub struct RowKind {
     /// The plain or block format of the row. Blocks run along the row.
     pub format: Format,
-    /// The scale rule, which determines the type of the scales. It is ignored for plain formats.
+    /// The scale rule, which determines the type of the scales. The scale rule is ignored for plain formats.
     pub rule: ScaleRule,
     /// Number of elements of a row.
     pub cols: usize,

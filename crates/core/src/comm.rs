@@ -111,8 +111,8 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     }
 }
 
-/// Communication between the host processes or threads of all ranks of a communicator. It does not use the transport that sends rows. A
-/// backend uses `Peers` to create and to shut down the communicator of a device.
+/// Communication between the host processes or threads of all ranks of a communicator. This communication does not use the transport that
+/// sends rows. A backend uses `Peers` to create and to shut down the communicator of a device.
 pub trait Peers: Debug + Send + Sync {
     /// This rank, from 0.
     fn rank(&self) -> usize;
@@ -144,13 +144,13 @@ pub struct TreeSum<B: Backend> {
     pub values: B::Buf<f32>,
     /// For each rank, the range of values whose sum that rank receives. A range may be empty.
     pub parts: Vec<Range<usize>>,
-    /// The buffer that receives the sum of the range of this rank. It has the length of this range.
+    /// The buffer that receives the sum of the range of this rank. The buffer has the length of the range.
     pub into: B::Buf<f32>,
 }
 
-/// A collective operation that has started and may not be complete. Its result is of type `T`, which is a list of sums by default. A
-/// transfer owns every buffer that it reads or writes until [`Transfer::wait`] returns. So the time at which memory is freed depends on
-/// when this rank waits, and not on the speed of another rank.
+/// A collective operation that has started and may not be complete. The result of the operation is of type `T`, which is a list of sums by
+/// default. A transfer owns every buffer that it reads or writes until [`Transfer::wait`] returns. So the time at which memory is freed
+/// depends on when this rank waits, and not on the speed of another rank.
 ///
 /// If a rank drops a transfer without waiting, the other ranks still receive their data.
 #[must_use = "what is under way is waited for"]

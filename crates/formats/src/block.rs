@@ -13,7 +13,7 @@ pub struct BlockScale {
     /// The stored scale record.
     pub record: Scale,
     /// The factor by which all values of a block are multiplied when they are encoded, before factors that depend on the position of a
-    /// value. It is NaN if the block contained a NaN or an infinity.
+    /// value. The factor is NaN if the block contained a NaN or an infinity.
     pub inv: f32,
 }
 
@@ -37,7 +37,7 @@ impl BlockScale {
     }
 }
 
-/// The parameters with which a block is encoded and decoded. They follow from the format of the block and from its codec.
+/// The parameters with which a block is encoded and decoded. The parameters follow from the format of the block and from its codec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockParams {
     /// The element format of the codes.
@@ -69,8 +69,8 @@ impl BlockParams {
         f32::from_bits(self.tensor[1])
     }
 
-    /// The scale of a block whose largest magnitude is `amax`, as one power of two or one F32. It is NaN if `amax` is NaN or infinite. The
-    /// method may be called only for formats whose blocks have one such scale.
+    /// The scale of a block whose largest magnitude is `amax`, as one power of two or one F32. The scale is NaN if `amax` is NaN or
+    /// infinite. The method may be called only for formats whose blocks have one such scale.
     #[inline]
     pub fn scale_of(&self, amax: f32) -> BlockScale {
         match (self.rule, amax.is_finite()) {
@@ -165,7 +165,7 @@ impl BlockCodec for OneNumber {
     }
 }
 
-/// The largest magnitude of a block. It is 0 if the block is empty, and `None` if a value is NaN or infinite.
+/// The largest magnitude of a block. The result is 0 if the block is empty, and `None` if a value is NaN or infinite.
 #[inline]
 pub fn amax(x: &[f32]) -> Option<f32> {
     // Magnitudes have the same order as their bits read as integers; infinity and NaNs are above all others.

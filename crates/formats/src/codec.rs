@@ -11,8 +11,8 @@ use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind};
 use crate::scaling::{Correction, Scaling};
 
-/// A codec says how blocks are quantized. It consists of a format, a scale rule and a rounding that are compatible, and of the tensor scale
-/// if the format has one. The tensor scale is 1 until [`Codec::for_tensor`] or [`Codec::under`] sets it.
+/// A codec says how blocks are quantized. A codec consists of a format, a scale rule and a rounding that are compatible, and of the tensor
+/// scale if the format has one. The tensor scale is 1 until [`Codec::for_tensor`] or [`Codec::under`] sets it.
 ///
 /// ```
 /// use nibble_formats::{Codec, Format, Rounding, Scale, ScaleRule};

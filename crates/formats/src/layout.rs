@@ -135,8 +135,8 @@ impl std::str::FromStr for ScaleLayout {
     }
 }
 
-/// The distance in scales between two columns of [`ScaleLayout::MnMajor`]. It is `rows`, rounded up so that a column has a multiple of 16
-/// bytes.
+/// The distance in scales between two columns of [`ScaleLayout::MnMajor`]. The distance is `rows`, rounded up so that a column has a
+/// multiple of 16 bytes.
 pub const fn mn_major_stride(rows: usize, scale_bytes: usize) -> usize {
     rows.next_multiple_of(if scale_bytes == 0 { 1 } else { 16usize.div_ceil(scale_bytes) })
 }

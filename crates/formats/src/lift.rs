@@ -121,8 +121,8 @@ impl Format {
     }
 }
 
-/// The scale byte of a column block that is converted from E4M3 row blocks. It is the largest of their scale bytes other than 0xFF, or 0 if
-/// there is no such byte.
+/// The scale byte of a column block that is converted from E4M3 row blocks. The result is the largest scale byte of the row blocks other
+/// than 0xFF, or 0 if there is no such byte.
 pub fn shift_target(bytes: impl Iterator<Item = u8>) -> u8 {
     bytes.filter(|&b| b != e8m0::NAN).max().unwrap_or(0)
 }

@@ -42,7 +42,7 @@ fn power_of_two(n: i32) -> f32 {
     f32::from_bits(((n + 127) as u32) << 23)
 }
 
-/// Natural logarithm. The result is −infinity for ±0 and NaN for negative x. It is as accurate for subnormal x as for normal x.
+/// Natural logarithm. The result is −infinity for ±0 and NaN for negative x. The result is as accurate for subnormal x as for normal x.
 #[inline(always)]
 pub fn log(x: f32) -> f32 {
     const SQRT_HALF_BITS: i32 = 0x3F35_04F3;

@@ -92,8 +92,8 @@ impl Stream {
         philox4x32_10([q as u32, high, self.site, self.step], [self.seed as u32, (self.seed >> 32) as u32])
     }
 
-    /// The sixteen random bits for element `e`. They are a half of a word of Philox block e / 8, where the low half of each word comes
-    /// first.
+    /// The sixteen random bits for element `e`. These bits are one half of a word of Philox block e / 8, where the low half of each word
+    /// comes first.
     #[inline]
     pub const fn u16_at(&self, e: u64) -> u16 {
         half_word(&self.block(e / 8), (e % 8) as usize)

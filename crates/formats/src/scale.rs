@@ -103,8 +103,8 @@ pub struct ScaleLevel {
     pub count: u32,
 }
 
-/// A hierarchy of scales. It consists of the levels in the scale record of a block, starting at the lowest bit of the record, and of a flag
-/// that says whether all blocks of a tensor also share one F32 scale.
+/// A hierarchy of scales. A hierarchy consists of the levels in the scale record of a block, starting at the lowest bit of the record, and
+/// of a flag that says whether all blocks of a tensor also share one F32 scale.
 ///
 /// ```
 /// use nibble_formats::{Scale, ScaleKind};

@@ -21,8 +21,8 @@ pub struct FormatSpec {
     pub element: Option<Element>,
     /// The number of bits of a code, or of a value in a plain format.
     pub code_bits: u32,
-    /// The number of values along the contraction that share a scale record. It is 1 for plain formats, and [`WHOLE_LINE`] if all values of
-    /// a row share a scale.
+    /// The number of values along the contraction that share a scale record. The number is 1 for plain formats, and [`WHOLE_LINE`] if all
+    /// values of a row share a scale.
     pub block: usize,
     /// The scale rules that the format has, beginning with the default rule. The list is empty for plain formats.
     pub rules: &'static [ScaleRule],

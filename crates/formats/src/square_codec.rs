@@ -32,7 +32,7 @@ impl Codec {
     }
 
     /// Quantizes a 2-D block of `width` columns, with one code per byte, in the order of the values. The function `rand(i)` returns sixteen
-    /// random bits for value `i`. Only stochastic roundings call it. Codes whose scale is NaN are 0.
+    /// random bits for value `i`. Only stochastic roundings call `rand`. Codes whose scale is NaN are 0.
     pub fn quantize_square(
         &self,
         (x, width): (&[f32], usize),

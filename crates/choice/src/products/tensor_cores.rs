@@ -320,9 +320,9 @@ impl TensorCoreConfig {
     /// the length of each group.
     ///
     /// The L2 cache adds F32 values at a quarter of the memory bandwidth. The time of these additions is hidden if the contraction is long,
-    /// or if there is one scale per row of B. In all other cases, the warps add the sums. They also do so for BF16 gradients, which are
-    /// rounded once. If the pipeline has one stage fewer, half an F32 tile of D or a whole BF16 tile fits into shared memory, and is loaded
-    /// while the products are computed.
+    /// or if there is one scale per row of B. In all other cases, the warps add the sums. The warps also add the sums of BF16 gradients,
+    /// which are rounded once. If the pipeline has one stage fewer, half an F32 tile of D or a whole BF16 tile fits into shared memory, and
+    /// is loaded while the products are computed.
     ///
     /// If groups are short on average, tiles of long and short groups are mixed. If groups have 256 rows, mixing tiles of different groups
     /// is 4 % slower.

@@ -32,9 +32,9 @@ pub struct Shortened {
 impl Recipe {
     /// The recipe for a model whose layers have these contraction lengths. If the length of a transform does not divide the contraction
     /// length of its product, [`Recipe::section`] returns the longest shorter transform whose length divides it ([`Transform::fitted`]). If
-    /// there is no such transform, the product has no transform. Its operands then have no `correction` either, because a correction is
-    /// unbiased only with a transform. The method [`Recipe::to_toml`] writes the recipe as it was read, whatever the contraction lengths
-    /// are.
+    /// there is no such transform, the product has no transform. The operands of such a product have no `correction` either, because a
+    /// correction is unbiased only with a transform. The method [`Recipe::to_toml`] writes the recipe as it was read, whatever the
+    /// contraction lengths are.
     #[must_use]
     pub fn with_widths(self, widths: Widths) -> Self {
         Self { widths: Some(Arc::new(widths)), ..self }
@@ -93,8 +93,8 @@ impl Recipe {
 
 impl Transform {
     /// The transform for a product with this contraction length. If the length of this transform divides the contraction length, the result
-    /// is this transform. Otherwise it is the longest shorter transform whose length divides the contraction length, with signs that are
-    /// sampled in the same way. Returns `None` if there is no such transform.
+    /// is this transform. Otherwise the result is the longest shorter transform whose length divides the contraction length, with signs
+    /// that are sampled in the same way. Returns `None` if there is no such transform.
     #[must_use]
     pub fn fitted(self, contracted: usize) -> Option<Self> {
         let lengths = nibble_formats::hadamard::LENGTHS.into_iter().rev();

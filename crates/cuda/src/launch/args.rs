@@ -8,8 +8,8 @@ use nibble_formats::{Codec, Rounding, Stream, hadamard};
 
 plain_args!(Divider, StreamArg, RoundingArg, HadamardArg, DecodeArg);
 
-/// A divisor d with the constants by which a multiplication computes n / d, for n below 2^31. It has the memory layout of the device struct
-/// `Divider` (csrc/math/reduce.cuh).
+/// A divisor d with the constants by which a multiplication computes n / d, for n below 2^31. This struct has the memory layout of the
+/// device struct `Divider` (csrc/math/reduce.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Divider {

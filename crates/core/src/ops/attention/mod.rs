@@ -35,7 +35,7 @@ pub struct Attention<'a, B: Backend> {
     pub head_dim: usize,
     /// The number of elements of one head of the values or of the output.
     pub value_dim: usize,
-    /// The factor by which q·k is multiplied, finite and above 0. It is [`attention_scale`] unless a model defines another factor.
+    /// The factor by which q·k is multiplied, finite and above 0. The factor is [`attention_scale`] unless a model defines another one.
     pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,
@@ -61,13 +61,13 @@ pub struct AttentionOut<B: Backend> {
 /// The largest difference that is allowed between the results of two backends in [`Attention`] and [`AttentionBackward`], by the type of q.
 ///
 /// For F32, the bound allows for sums in a different order. For BF16, the bound also allows for rounding the probabilities P and the score
-/// gradients dS to BF16 (8 significant bits). Rounding changes each term of a sum by up to 2⁻⁹ of its value. These errors are independent,
-/// so the relative error of the sum is about 1e-3. If both backends round, their results differ by 2.2e-3 to 4.2e-3 for scores with a
-/// spread of 1 or less. This range was measured in an emulation, for normal and heavy-tailed values and up to 300 tokens. The bound applies
-/// to the sums before they are rounded to the output type. A comparison of outputs adds the error of that rounding to the bound, so the
-/// bound of 5e-4 becomes 4.5e-3. By contrast, a scale that is off by 1 % causes a difference of 5e-3 or more, and one key too many or too
-/// few causes a difference of 0.1 or more. If a single key has nearly all of a query's probability, dq and dk are small differences of
-/// large numbers, and no bound holds for them.
+/// gradients dS to BF16 (8 significant bits). Rounding changes each term of a sum by up to 2⁻⁹ of its value. The rounding errors of the
+/// terms are independent, so the relative error of the sum is about 1e-3. If both backends round, their results differ by 2.2e-3 to 4.2e-3
+/// for scores with a spread of 1 or less. This range was measured in an emulation, for normal and heavy-tailed values and up to 300 tokens.
+/// The bound applies to the sums before they are rounded to the output type. A comparison of outputs adds the error of that rounding to the
+/// bound, so the bound of 5e-4 becomes 4.5e-3. By contrast, a scale that is off by 1 % causes a difference of 5e-3 or more, and one key too
+/// many or too few causes a difference of 0.1 or more. If a single key has nearly all of a query's probability, dq and dk are small
+/// differences of large numbers, and no bound holds for dq and dk.
 pub fn attention_agreement(q: DType) -> Agreement {
     match q {
         DType::F32 => Agreement::RelL2(1e-5),
@@ -124,7 +124,7 @@ pub struct AttentionDecode<'a, B: Backend> {
     pub head_dim: usize,
     /// The number of elements of one head of the values or of the output.
     pub value_dim: usize,
-    /// The factor by which q·k is multiplied, finite and above 0. It is [`attention_scale`] unless a model defines another factor.
+    /// The factor by which q·k is multiplied, finite and above 0. The factor is [`attention_scale`] unless a model defines another one.
     pub scale: f32,
     /// The index of the first token to which the query attends, which is 0 unless a sliding window hides keys.
     pub first: usize,
@@ -182,7 +182,7 @@ pub struct AttentionBackward<'a, B: Backend> {
     pub head_dim: usize,
     /// The number of elements of one head of the values or of the output.
     pub value_dim: usize,
-    /// The factor by which q·k is multiplied, finite and above 0. It is [`attention_scale`] unless a model defines another factor.
+    /// The factor by which q·k is multiplied, finite and above 0. The factor is [`attention_scale`] unless a model defines another one.
     pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,

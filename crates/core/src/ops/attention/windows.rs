@@ -9,8 +9,8 @@ use crate::{Agreement, Backend, Error, Result};
 /// `end_query` must describe the same mask. The numbers of either list never decrease within a sequence, `first_key[i]` ≤ i, and
 /// `end_query[j]` ≥ j + 1. [`FindWindows`] computes both lists.
 ///
-/// Operations cannot check these numbers, which are on the device. Operations clamp a number that is out of range. Otherwise invalid lists
-/// give meaningless results that differ between backends.
+/// Operations cannot check these numbers, which are on the device. Operations clamp a number that is out of range. Lists that are invalid
+/// in another way give meaningless results that differ between backends.
 #[derive(Debug, Clone)]
 pub struct Windows<B: Backend> {
     /// The first key to which each query attends. `[t]`

@@ -282,7 +282,7 @@ impl<B: Backend> Found<B> {
 /// NaN in another block.
 ///
 /// With `only_for`, a backend may write the numbers that products multiply instead of the codes ([`BlockScaled::taken`] says which of the
-/// two a tensor has). A product that reads the codes would compute exactly the same numbers from them. The counts of blocks are the same in
+/// two a tensor has). A product that reads codes converts these codes to exactly the same numbers. The counts of blocks are the same in
 /// either case. Only products that multiply numbers of the type `only_for` may read the result. The CPU always writes codes.
 ///
 /// With `amax`, the matrices are shards of larger matrices, and the caller gives the largest magnitude of each larger matrix instead of
@@ -309,8 +309,8 @@ pub struct Quantize<'a, B: Backend> {
     pub hadamard: Option<Hadamard<'a, B>>,
     /// Delayed scaling: scales from the magnitudes of earlier steps instead of scales from the current values.
     pub delayed: Option<Delayed<'a, B>>,
-    /// The largest magnitude of each matrix of the stack, for example from [`MeasureAmax`]. It can be given only for [`Planes::Tiles`]. It
-    /// must be at least as large as the magnitude of every value of `x` in that matrix.
+    /// The largest magnitude of each matrix of the stack, for example from [`MeasureAmax`]. These magnitudes can be given only for
+    /// [`Planes::Tiles`]. Each given magnitude must be at least as large as the magnitude of every value of `x` in its matrix.
     pub amax: Option<&'a B::Buf<f32>>,
     /// The type of the numbers that products multiply, if only products read the result; `None` if other ops may read the result.
     pub only_for: Option<Numbers>,

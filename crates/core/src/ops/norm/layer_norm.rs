@@ -5,7 +5,7 @@ use crate::{Agreement, Backend, DType, Result, Tensor};
 /// y = (x − mean) · inv_std · weight + bias along each row, where mean = Σ x / d and inv_std = 1 / sqrt(Σ (x − mean)² / d + eps). The op
 /// computes in F32, evaluates the formula from left to right, and rounds y once to the type of x.
 ///
-/// Both sums are divided into 256 lanes in the same way as the sum of [`RmsNorm`](crate::ops::RmsNorm). Lanes of Σ x use additions that
+/// Like the sum of [`RmsNorm`](crate::ops::RmsNorm), the two sums over a row are divided into 256 lanes. Lanes of Σ x use additions that
 /// start at 0, and lanes of Σ (x − mean)² use fma.
 #[derive(Debug)]
 pub struct LayerNorm<'a, B: Backend> {
@@ -59,12 +59,13 @@ impl<B: Backend> LayerNorm<'_, B> {
     }
 }
 
-/// The backward pass of [`LayerNorm`]. It returns dx, and adds the gradient of the weight to the row of `dweight` of each shard. The
+/// The backward pass of [`LayerNorm`]. The op returns dx, and adds the gradient of the weight to the row of `dweight` of each shard. The
 /// gradient of the bias is computed from dy by another op, [`AddBiasBackward`](crate::ops::AddBiasBackward).
 ///
 /// With x̂ = (x − mean) · inv_std and g = dy·weight: dx = inv_std · ((g − mean(g)) − x̂ · mean(g·x̂)). The two means divide sums by d. The
 /// sums are divided into the same lanes as in [`LayerNorm`]: Σ g uses additions, and Σ g·x̂ uses fma(g, x̂, ·). The gradient of the weight
-/// is Σ dy · x̂ over the rows of the shard. It is computed by fma, in the order of [`RmsNormBackward`](crate::ops::RmsNormBackward).
+/// is Σ dy · x̂ over the rows of the shard. The op adds the terms of this sum by fma, in the order of
+/// [`RmsNormBackward`](crate::ops::RmsNormBackward).
 #[derive(Debug)]
 pub struct LayerNormBackward<'a, B: Backend> {
     /// The input of the forward pass.

@@ -67,7 +67,7 @@ pub(super) fn check_plus<B: Backend>(
     expect_eq(op, "type of plus", plus.dtype(), x.dtype())
 }
 
-/// The backward pass of [`RmsNorm`]. It returns dx, and adds the gradient of the weight to the row of `dweight` of each shard.
+/// The backward pass of [`RmsNorm`]. The op returns dx, and adds the gradient of the weight to the row of `dweight` of each shard.
 ///
 /// With x̂ = x · inv_rms, dx = inv_rms · (dy·w − x̂ · mean(dy·w·x̂)). The sum of this mean adds its terms by fma(dy·w, x̂, ·) in the same
 /// lanes as [`RmsNorm`]. The gradient dw of a shard is Σ dy · x̂ over the rows of the shard. The rows form chunks of

@@ -155,7 +155,7 @@ pub struct SumSquares<'a, B: Backend> {
 /// begins with a new chunk, and the last chunk of a part may be shorter than the others.
 #[derive(Debug)]
 pub struct Squared<'a, B: Backend> {
-    /// The tensor, F32 or BF16. Its last element must be the last element of a chunk.
+    /// The tensor, F32 or BF16. The last element of the tensor must be the last element of a chunk.
     pub x: &'a Tensor<B>,
     /// Number of elements of a part.
     pub part: usize,

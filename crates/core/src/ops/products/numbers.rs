@@ -86,7 +86,7 @@ impl Stored {
 
     /// The storage after the conversion to E4M3 (lift) of the first or the second operand of a product. The conversion keeps the axis of
     /// blocks with one exception: row blocks of a second operand (a weight) become 2-D blocks of [`LIFTED_BLOCK`] × [`LIFTED_BLOCK`]
-    /// values. 2-D blocks make the product faster, because a block of columns of D then shares one scale. They lose little precision,
+    /// values. 2-D blocks make the product faster, because a block of columns of D then shares one scale. 2-D blocks lose little precision,
     /// because the scales of a weight are close to each other.
     pub const fn lifted_as(self, is_second: bool) -> Self {
         let axis = match self.axis {

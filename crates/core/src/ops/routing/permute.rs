@@ -6,8 +6,8 @@ use crate::{Agreement, Backend, Error, Groups, Occupancy, Operand, PermuteMap, R
 /// rows.
 ///
 /// The device detects whether there are too many rows and whether `num_slots` is wrong. [`crate::Occupancy::verify`] reports both errors. A
-/// backend that can read the slots on the host may report these errors immediately. It may also report experts and tokens that are out of
-/// range or out of order.
+/// backend that can read the slots on the host may report these errors immediately. Such a backend may also report experts and tokens that
+/// are out of range or out of order.
 #[derive(Debug)]
 pub struct PlanPermute<'a, B: Backend> {
     /// The local expert of each (received token, slot), or −1 if the expert is on another rank; `tokens · top_k` values.

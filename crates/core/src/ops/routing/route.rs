@@ -118,7 +118,7 @@ impl RouteRule {
 /// * A sum over the tokens of a shard is divided into chunks of [`Route::CHUNK`] tokens. In a chunk, token i is added to lane i mod 16 in
 ///   F32, in ascending order of i. A tree then adds the lanes at the distances 8, 4, 2 and 1. The sums of the chunks are added in the same
 ///   order, but in F64. The loss is rounded to F32 at the end. With documents, the contribution of each token to the load-balancing loss is
-///   first summed over experts in F32. These contributions are then summed over tokens in the order above.
+///   first summed over experts in F32. The contributions of all tokens are then summed in the same order as other sums over tokens.
 #[derive(Debug)]
 pub struct Route<'a, B: Backend> {
     /// Shape `[t, e]`, F32.
@@ -227,7 +227,7 @@ pub struct RouteBackward<'a, B: Backend> {
     /// This buffer contains the number of (token, slot) pairs of each expert over all those rows, as `e` whole numbers. This single loss is
     /// e · Σ_e (load / rows) · (mean probability of e).
     pub batch_load: Option<&'a B::Buf<f64>>,
-    /// The number of rows over which `batch_load` counts. It is unused if every shard has its own load-balancing loss.
+    /// The number of rows over which `batch_load` counts. This number is unused if every shard has its own load-balancing loss.
     pub batch_rows: usize,
     /// The factor by which the z-loss of each shard is multiplied in the total loss.
     pub z_scale: f32,

@@ -18,8 +18,8 @@ impl Control {
     pub const BIAS1: usize = 1;
     /// Index of 1 / (1 − β₂^step), the bias correction of AdamW's second moment.
     pub const BIAS2: usize = 2;
-    /// Index of the factor by which the gradient of each target's loss is multiplied. It is 1 / (number of targets of the step that have a
-    /// loss), so that the loss of the step is a mean over these targets.
+    /// Index of the factor by which the gradient of each target's loss is multiplied. The factor is 1 / (number of targets of the step that
+    /// have a loss), so that the loss of the step is a mean over these targets.
     pub const LOSS_SCALE: usize = 3;
     /// Index of the factor by which clipping multiplies the gradient.
     pub const GRAD_SCALE: usize = 4;
@@ -285,9 +285,9 @@ impl<B: Backend> Collect<'_, B> {
 ///
 /// * norm² = Σ `squares[order[i]]` in F64. The sum has the same chunks, lanes and trees as [`SumSquares`](crate::ops::SumSquares) and
 ///   [`CloseSquares`](crate::ops::CloseSquares).
-/// * [`Control::STOP`] becomes 1 if the norm or any of `squares` is not finite. It also becomes 1 if a cell of `alarms` is not 0, or a cell
-///   of `finite` is not finite, in the table of any rank. This check includes the squares that `order` leaves out because another rank has
-///   the same squares. While the flag is 1, no step changes weights. This op never resets the flag to 0.
+/// * [`Control::STOP`] becomes 1 if the norm or any of `squares` is not finite. The flag also becomes 1 if, in the table of any rank, a
+///   cell of `alarms` is not 0 or a cell of `finite` is not finite. This check includes the squares that `order` leaves out because another
+///   rank has the same squares. While the flag is 1, no step changes weights. This op never resets the flag to 0.
 /// * [`Control::GRAD_SCALE`] = `clip_norm` / norm if the norm is larger than `clip_norm` and `clip_norm` is not 0, else 1.
 /// * The op writes [`REPORT_HEAD`] values (step, stop flag, norm, clipping factor), followed by the tables, to the first or second half of
 ///   `reports`, by step mod 2.

@@ -12,7 +12,7 @@ const OP: &str = "head_loss";
 /// The output head fused with the loss. The op computes the cross-entropy of the logits x·wᵀ, and the gradients of scale · Σ loss with
 /// respect to x and w. The factor scale is [`Control::LOSS_SCALE`]. The op never stores the logits of all tokens at the same time.
 ///
-/// It processes the tokens of a shard in chunks. For each chunk, the op computes the F32 logits, the losses, the gradient of the logits
+/// The op processes the tokens of a shard in chunks. For each chunk, the op computes the F32 logits, the losses, the gradient of the logits
 /// (dlogits, rounded to the type of x), dx, and the contribution to dw. Only then does it begin the next chunk. The result is the same as
 /// that of running the following ops:
 ///
@@ -36,8 +36,8 @@ const OP: &str = "head_loss";
 pub struct HeadLoss<'a, B: Backend> {
     /// Shape `[t, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// The weight of the head, of shape `[v, d]`. It is either plain with the type of x, or quantized in 2-D blocks. If the format has no
-    /// 2-D blocks, blocks run along rows.
+    /// The weight of the head, of shape `[v, d]`. The weight is either plain with the type of x, or quantized in 2-D blocks. If the format
+    /// has no 2-D blocks, blocks run along rows.
     pub w: &'a Operand<B>,
     /// The quantization of x and dlogits.
     pub codecs: HeadCodecs,

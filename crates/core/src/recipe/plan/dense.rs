@@ -66,8 +66,8 @@ impl SharedInput {
 /// The conversions of the output head. The fused kernel of head and loss runs them chunk by chunk.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeadPlan {
-    /// The conversion of the head's input to the forms that fprop and wgrad multiply. Both are needed together, because the head computes
-    /// gradients in the forward pass.
+    /// The conversion of the head's input to the forms that fprop and wgrad multiply. Both forms are needed in the forward pass, because
+    /// the head computes gradients there.
     pub x: Conversion,
     /// The conversion of the gradient of the logits to the forms that dgrad and wgrad multiply.
     pub dlogits: Conversion,

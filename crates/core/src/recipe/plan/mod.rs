@@ -45,7 +45,7 @@ use crate::{DType, Error, Result};
 use compile::Compiler;
 use steps::Steps;
 
-/// The converted copies of a weight that products read. They are computed once per step.
+/// The converted copies of a weight that products read. The copies are computed once per step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct WeightPlan {
     /// The precision of the copy that fprop reads.
