@@ -15,7 +15,7 @@ pub struct ExchangeRoom {
     pub tokens: usize,
     /// The maximum number of slots of received tokens whose expert is on the receiving rank.
     pub slots: usize,
-    /// Maximum number of tokens that a rank sends. A token that is sent to several ranks counts once for each of them.
+    /// Maximum number of tokens that a rank sends. A token that is sent to several ranks counts once for each receiving rank.
     pub sent: usize,
     /// The number of slots of the tokens that belong to a rank before the exchange.
     pub own_slots: usize,

@@ -70,7 +70,7 @@ pub struct Grouping {
 }
 
 impl Grouping {
-    /// The properties of these groups.
+    /// Returns the properties of `groups` on which the choice of a kernel depends.
     pub fn of<B: Backend>(groups: &Groups<B>) -> Self {
         Self { count: groups.num_groups, align: groups.align, rows_each: groups.rows_each }
     }

@@ -11,8 +11,8 @@ macro_rules! methods {
 /// The operations of a backend. The trait has one method per row of [`for_each_op!`]. No method has a default implementation, so a backend
 /// that lacks an operation does not compile.
 ///
-/// The arguments of a method have already been checked, because callers do not call the method directly but call `run` of the arguments,
-/// which calls `check` first.
+/// When a method runs, its arguments have already been checked. Callers do not call the method directly, but call `run` of the arguments,
+/// which calls `check` and then the method.
 pub trait Kernels: Backend {
     for_each_op! { [methods] () Self }
 }

@@ -39,7 +39,7 @@ pub struct FormatSpec {
     pub has_candidates: bool,
     /// Whether the rounding error may be used to correct a block's scale ([`Correction`](crate::Correction)).
     pub has_correction: bool,
-    /// The hierarchy of scales under a scale rule.
+    /// The function that returns the hierarchy of scales for a scale rule.
     pub scales: fn(ScaleRule) -> ScaleKind,
     /// The arithmetic of a block.
     pub codec: &'static dyn BlockCodec,

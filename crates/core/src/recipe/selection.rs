@@ -102,7 +102,8 @@ impl Layers {
         }
     }
 
-    /// If the selection contains no layer, or more layers than exist, an explanation for an error message; otherwise `None`.
+    /// Explains, for an error message, why the selection matches no layer or requests more layers than exist; `None` if neither is the
+    /// case.
     pub fn fault(&self, layers: &[Layer], run: Option<RunSize>) -> Option<String> {
         match (self, run) {
             (Self::First(_) | Self::Last(_), None) => {

@@ -15,11 +15,11 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// backend may round the probabilities P and the gradients dS of the scores before multiplying them; [`attention_agreement`] allows for
 /// these errors.
 ///
-/// With [`Windows`], a query attends only to some of its sequence's keys. Keys outside a query's window do not change the result if they
-/// and their values are finite. A backend may multiply the values of such keys by a probability of 0. If the windows hide no key, the
-/// result has the same bits as without windows. On a CPU, the result for a document that is packed with others has the same bits as if the
-/// document were alone in a sequence. On a GPU, the result for a packed document agrees with the result for the document alone only within
-/// [`attention_agreement`], because tiles run along the whole sequence.
+/// With [`Windows`], a query attends only to some of its sequence's keys. Keys outside the window of a query do not change its result if
+/// these keys and the values at their positions are finite. A backend may multiply the values of such keys by a probability of 0. If the
+/// windows hide no key, the result has the same bits as without windows. On a CPU, the result for a document that is packed with others has
+/// the same bits as if the document were alone in a sequence. On a GPU, the result for a packed document agrees with the result for the
+/// document alone only within [`attention_agreement`], because tiles run along the whole sequence.
 ///
 /// With sinks, the softmax denominator of head h has one more term, exp(sink_h). The term of a sink has no value vector, so the attention
 /// weights of a query sum to less than 1. A sink of -∞ has no effect.

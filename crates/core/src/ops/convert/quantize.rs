@@ -267,8 +267,8 @@ impl<B: Backend> Found<B> {
 /// Quantizes a matrix `[rows, cols]`. A row or column whose end is inside a block is extended by zeros, so the scale of this block depends
 /// only on the values of the row or column.
 ///
-/// With `groups`, the matrix contains the rows of several groups. In each group, column blocks start at the group's first row. Rows past a
-/// group's length are padding: they are quantized as zeros, and the counts do not include them.
+/// With `groups`, the matrix contains the rows of several groups. In each group, column blocks start at the group's first row. Rows past
+/// the length of a group are padding. The op quantizes padding as zeros, and does not count it.
 ///
 /// With `hadamard`, the op first transforms the values along the contraction: along the rows, or down the columns from the start of each
 /// group. If a group ends inside a transform block, the missing rows of this block count as +0. The transform turns these zeros into

@@ -17,8 +17,8 @@ pub const CONVERSIONS: [(Format, Format, BlockAxis); 5] = [
 ];
 
 /// The scale rule of the result of a [`Transcode`], if the format and the scale rule `to` are requested. An MXFP4 result gets new scales by
-/// the requested rule. E4M3 columns keep the rule of the E4M3 rows from which they are converted. If MXFP4 is converted to E4M3, the result
-/// has the scale rule of [`Format::LIFTED`], whatever scale rule the source has.
+/// the requested rule. If E4M3 row blocks are converted to E4M3 column blocks, the scale rule does not change. If MXFP4 is converted to
+/// E4M3, the result has the scale rule of [`Format::LIFTED`], whatever scale rule the source has.
 pub fn converted_rule(from: (Format, ScaleRule), to: (Format, ScaleRule)) -> ScaleRule {
     match (from, to) {
         (_, (Format::Mxfp4, rule)) => rule,
@@ -33,8 +33,8 @@ pub fn converted_rule(from: (Format, ScaleRule), to: (Format, ScaleRule)) -> Sca
 ///   powers of two.
 /// * MXFP4 rows → E4M3 tiles: the lift of a weight. The op writes both the weight and its transpose. The result has one scale per 128 × 128
 ///   block, separately for each matrix of a stack (`x.stack`).
-/// * E4M3 rows → E4M3 columns (power-of-two scales): the op shifts exponents, so that each column block gets the largest of the scales of
-///   its 128 rows.
+/// * E4M3 rows → E4M3 columns (power-of-two scales): each column block gets the largest scale of its 128 rows, and the op shifts the
+///   exponents of codes accordingly.
 /// * E4M3 rows → MXFP4 rows: the result has the same bits as a quantization of the decoded values.
 ///
 /// The op counts blocks of the source format, and does not count padding. A share of inexact blocks is a share of the blocks with a

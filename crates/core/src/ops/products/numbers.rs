@@ -22,12 +22,13 @@ use nibble_formats::{BlockAxis, Codec, Element, Format, LIFTED_BLOCK, ScaleRule,
 use std::fmt;
 
 /// How closely two backends must agree in a product with F32 output whose operands have E4M3 or E5M2 elements and one scale per 128 or more
-/// values. When Hopper's tensor cores add several products, they shift all of them to the exponent of the largest product and keep about 13
-/// bits below its leading bit. F32 keeps 23 such bits. Kernels add partial sums to an F32 accumulator after every 128 values of the
-/// contraction. The resulting relative error is 1.6e-4 on random data and 3e-4 on heavy-tailed data. If one product of a block is far
-/// larger than the others, as with outliers along the contraction, the relative error is up to 6e-4. These errors were measured with E4M3.
-/// Because products are exact, the number of bits that are cut off depends only on the largest product, and not on the element format. The
-/// product of two E4M3 elements has 8 significant bits, of an E4M3 and an E5M2 element 7 bits, and of two E5M2 elements 6 bits.
+/// values. When Hopper's tensor cores add several products, they shift all products to the exponent of the largest product, and keep about
+/// 13 bits below the leading bit of the largest product. An F32 sum keeps 23 bits below its leading bit. Kernels add partial sums to an F32
+/// accumulator after every 128 values of the contraction. The resulting relative error is 1.6e-4 on random data and 3e-4 on heavy-tailed
+/// data. If one product of a block is far larger than the others, as with outliers along the contraction, the relative error is up to 6e-4.
+/// These errors were measured with E4M3. Because products are exact, the number of bits that are cut off depends only on the largest
+/// product, and not on the element format. The product of two E4M3 elements has 8 significant bits, of an E4M3 and an E5M2 element 7 bits,
+/// and of two E5M2 elements 6 bits.
 pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(7e-4);
 
 /// How closely two backends must agree in a product of BF16 operands, or of quantized operands that are decoded to BF16. Tensor cores keep
