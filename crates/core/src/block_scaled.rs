@@ -22,7 +22,7 @@ use crate::ops::{Stored, Taken};
 use crate::{Backend, DType, Error, Result, Tensor};
 use nibble_formats::{BlockAxis, Format, Scale, ScaleKind, ScaleLayout, ScalePlane, ScaleRule};
 
-/// A quantized matrix, which consists of codes and scales. The matrix that it represents is row-major and has the shape `[rows, cols]`.
+/// A quantized matrix, which consists of codes and scales. The represented matrix is row-major and has the shape `[rows, cols]`.
 ///
 /// * `Row`: codes `[rows][cols]`, scales `[rows][⌈cols/block⌉]`.
 /// * `Col`: stored transposed, codes `[cols][capacity]`, scales `[cols][⌈capacity/block⌉]`, so that the contraction down the rows is

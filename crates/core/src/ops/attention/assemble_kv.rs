@@ -7,8 +7,8 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// shared key. The op rotates only the shared key, by the rotary embedding of [`Rope`](crate::ops::Rope). The value of a head consists of u
 /// elements of that head. The shared key is rounded once, after the rotation; all other elements are copied.
 ///
-/// In the shapes below, t is the number of tokens, h the number of heads, n the number of key elements that each head has for itself, r the
-/// number of key elements that all heads share, and u the number of elements of a value.
+/// In the shapes below, there are t tokens and h heads. A key has n elements that belong to one head and r elements that all heads share,
+/// and a value has u elements.
 #[derive(Debug)]
 pub struct AssembleKv<'a, B: Backend> {
     /// The up-projected latent, of shape `[t, h · (n + u)]` and type F32 or BF16. Each head has n elements of its key, followed by u

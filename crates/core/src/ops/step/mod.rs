@@ -104,8 +104,8 @@ impl InputLayout {
     }
 }
 
-/// Begins a step. The op copies the scalars in the slot of the step to the control buffer, zeroes the table of sums, copies the words at
-/// [`InputLayout::TOLD`] to the cells of the table from `told` on, and sets the number of started micro-batches to 0.
+/// Begins a step. The op copies the scalars in the slot of the step to the control buffer, zeroes the table of sums, and sets the number of
+/// started micro-batches to 0. The op also copies the words at [`InputLayout::TOLD`] to the cells of the table from `told` on.
 #[derive(Debug)]
 pub struct BeginStep<'a, B: Backend> {
     /// The ring buffer of inputs.
@@ -139,9 +139,9 @@ impl<B: Backend> BeginStep<'_, B> {
     }
 }
 
-/// Begins a micro-batch. The op copies its token ids, targets and document starts from the slot of the step to the buffers that forward and
-/// backward passes read, and gives each row the global number (micro-batch · ranks + rank) · tokens + row. The op also increments the
-/// number of started micro-batches in the clock.
+/// Begins a micro-batch. The op copies the token ids, targets and document starts of the micro-batch from the slot of the step to the
+/// buffers that forward and backward passes read. Each row gets the global number (micro-batch · ranks + rank) · tokens + row. The op also
+/// increments the number of started micro-batches in the clock.
 ///
 /// If a step begins more micro-batches than its slot has, a backend whose clock the host can read reports an error. Other backends read the
 /// last micro-batch again.
