@@ -10,17 +10,18 @@ use nibble_core::ops::AttentionBackward;
 use nibble_core::{Backend, DType, Error, Result};
 use std::fmt;
 
-/// Head sizes with tensor-core kernels: (queries and keys, values).
+/// The head sizes for which there are tensor-core kernels, as (head size of queries and keys, head size of values).
 pub const HEADS: [(usize, usize); 3] = [(64, 64), (128, 128), (192, 128)];
 
-/// The backward pass pads a head's queries to a multiple of this number, which is a multiple of the query tiles of every kernel.
+/// The number to a multiple of which the backward pass pads the queries of a head. This number is a multiple of the query tile size of
+/// every kernel.
 pub const PADDED_QUERIES: usize = 128;
 
-/// Largest head size of queries and keys, and of values. Four tiles of heads of this size must fit into the shared memory of a
-/// multiprocessor.
+/// The largest head size of queries and keys, and of values, that any kernel supports. Four tiles of heads of this size must fit into the
+/// shared memory of a multiprocessor.
 pub const HEAD_LIMIT: usize = 256;
 
-/// Returns an error for head sizes without a kernel.
+/// Checks that there is a kernel for these head sizes.
 ///
 /// # Errors
 /// [`Error::Shape`] if a head size exceeds [`HEAD_LIMIT`].
@@ -46,7 +47,7 @@ pub enum AttentionPath {
 }
 
 impl AttentionPath {
-    /// The path with or without the causal mask, for head sizes as in [`AttentionPath::of`].
+    /// The path (kernels) with or without the causal mask. `heads` is the head size of queries and keys, and the head size of values.
     pub fn masked(dtype: DType, heads: (usize, usize), causal: bool) -> Self {
         match causal {
             true => Self::of(dtype, heads),
@@ -54,7 +55,7 @@ impl AttentionPath {
         }
     }
 
-    /// The path under the causal mask for the head sizes `heads` of (queries and keys, values).
+    /// The path (kernels) with the causal mask. `heads` is the head size of queries and keys, and the head size of values.
     pub fn of(dtype: DType, heads: (usize, usize)) -> Self {
         let of = |(head, value)| match head == value {
             true => format!("{head}"),
@@ -79,21 +80,21 @@ impl fmt::Display for AttentionPath {
     }
 }
 
-/// Number of queries of all heads in the backward pass's lists, for `heads` heads and sequences of `seq_len` tokens. Each head's queries
-/// are padded.
+/// The number of queries of all heads, including padding, in the lists of the backward pass, for `heads` heads and sequences of `seq_len`
+/// tokens. The queries of each head are padded to a multiple of [`PADDED_QUERIES`].
 pub const fn padded_queries(sequences: usize, heads: usize, seq_len: usize) -> usize {
     sequences * seq_len.next_multiple_of(PADDED_QUERIES) * heads
 }
 
-/// The backward pass in one kernel, which stores dS, the gradients of scores. The kernel computes dk and dv of a head some heads before the
-/// head's dq.
+/// The plan of the backward pass in one kernel, which stores dS, the gradients of the scores, in global memory. The kernel computes dk and
+/// dv of a head first, and dq of this head some heads later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoredScoreGrads {
-    /// Number of heads by which dk and dv are ahead of dq.
+    /// The number of heads by which the computation of dk and dv is ahead of the computation of dq.
     pub ahead: usize,
-    /// Number of heads whose dS fits in memory, at least `ahead`.
+    /// The number of heads whose dS is stored at a time, at least `ahead`.
     pub slots: usize,
-    /// Bytes of one head's dS.
+    /// The number of bytes of dS of one head.
     pub slot_bytes: usize,
 }
 
@@ -108,9 +109,9 @@ impl StoredScoreGrads {
     /// of an H100.
     const CTAS_AHEAD: usize = 211;
 
-    /// Chooses the plan for BF16 heads of the sizes `heads` = (queries and keys, values). The result is `None` for heads without a
-    /// tensor-core kernel, if two kernels are faster (short heads, heads that share keys), and if dS of long sequences takes too much
-    /// memory. With two kernels, each of them computes dS itself.
+    /// Chooses the plan for BF16 heads. `heads` is the head size of queries and keys, and the head size of values. Returns `None` in three
+    /// cases: there is no tensor-core kernel for the heads, two kernels are faster (short heads, or heads that share keys), or dS of long
+    /// sequences needs too much memory. If there are two kernels instead, each of them computes dS itself.
     pub fn of(
         heads: (usize, usize),
         sequences: usize,
@@ -130,13 +131,13 @@ impl StoredScoreGrads {
         fits.then_some(Self { ahead, slots, slot_bytes })
     }
 
-    /// Bytes of dS that are stored at a time.
+    /// The number of bytes of dS that are in memory at a time.
     pub const fn bytes(&self) -> usize {
         self.slots * self.slot_bytes
     }
 }
 
-/// Temporary memory of the backward pass: two numbers per query, and dS if the kernel stores it.
+/// The temporary memory of the backward pass, which contains two numbers per query, and dS if the kernel stores dS.
 pub fn backward_temporaries<B: Backend>(op: &AttentionBackward<'_, B>) -> Vec<Temporary> {
     let (sequences, heads) = (op.q.rows / op.seq_len, op.q.cols / op.head_dim);
     let bytes = padded_queries(sequences, heads, op.seq_len) * size_of::<f32>();

@@ -6,7 +6,7 @@ use nibble_core::ops::{
 use nibble_core::{Backend, DType, Groups, Operand, PermuteMap, Plain, Result, Tensor};
 use std::ops::Range;
 
-/// Rows of bytes that are copied to longer or shorter rows; longer rows end with zeros.
+/// A copy of rows of bytes to rows of another length. If the target rows are longer, they end with zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lines {
     /// Number of rows.
@@ -19,24 +19,25 @@ pub struct Lines {
     pub last: u32,
 }
 
-/// The inputs of a cross-entropy of some rows other than the logits.
+/// The inputs of a cross-entropy over some rows, without the logits.
 #[derive(Debug)]
 pub struct TargetRows<'a, B: Backend> {
     /// The target of each row.
     pub targets: &'a B::Buf<i32>,
-    /// The buffer with the factor of the gradient; `None` if there is no gradient.
+    /// The buffer that contains the factor of the gradient; `None` if no gradient is computed.
     pub control: Option<&'a B::Buf<f32>>,
     /// The counter of targets at or past the end of the vocabulary.
     pub bad_ids: &'a B::Buf<u64>,
-    /// The type of the tokens' activations, which selects the kernel.
+    /// The type of the activations of tokens, which determines the kernel.
     pub tokens: DType,
 }
 
-/// The kernels and operations that the sequences of this crate issue. `nibble-cuda` launches these kernels, and `nibble-dry` counts the
-/// memory that they need. In `nibble-dry`, a kernel that only writes to its arguments does nothing.
+/// The kernels and operations that the functions of this crate call on a GPU backend. `nibble-cuda` launches these kernels, and
+/// `nibble-dry` counts the memory that they need. The implementation in `nibble-dry` does nothing for a kernel that only writes to its
+/// arguments.
 ///
 /// A sequence is a function of `nibble-choice` that calls several kernels or operations of a backend and allocates their intermediate
-/// results. A sequence belongs to this crate because the order of its allocations and frees is part of the choice.
+/// results. Such sequences are in this crate, because the order of their allocations and frees is a part of the choice of kernels.
 pub trait GpuKernels: Backend {
     /// Quantizes a tensor, and adds the counts to `counts`, or to new counters.
     fn quantize_counting(

@@ -11,9 +11,9 @@ use nibble_core::{Backend, DType, DeviceKind, Error, Groups, Operand, Result, Te
 
 const OP: &str = "head_loss";
 
-/// Tokens per chunk of [`HeadLoss`] for this kind of device and a head of `vocab` rows. On a CPU, a chunk is large enough to amortize
-/// packing the weight, and small enough that the logits stay in the cache until they are read again. On a GPU, a chunk is large enough that
-/// its products fill the GPU, within a memory limit for logits and gradients.
+/// The number of tokens that [`HeadLoss`] should process together (a chunk), for this kind of device and a head of `vocab` rows. On a CPU,
+/// a chunk is large enough to amortize packing the weight, and small enough that the logits stay in the cache until they are read again. On
+/// a GPU, a chunk is large enough that its products fill the GPU, within a memory limit for logits and gradients.
 pub fn chunk(kind: DeviceKind, vocab: usize) -> usize {
     /// Number of tokens of a chunk on a CPU.
     const OF_A_CPU: usize = 512;

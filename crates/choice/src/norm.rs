@@ -5,10 +5,10 @@ use nibble_core::ops::RmsNormBackward;
 use nibble_core::{Backend, Tensor};
 use std::fmt;
 
-/// Head sizes for which one kernel computes RMSNorm and RoPE.
+/// The head sizes for which a single kernel computes RMSNorm and RoPE.
 pub const TURNED_HEADS: [usize; 3] = [64, 128, 256];
 
-/// The path of `norm_rope` and of its backward pass.
+/// The kernels that compute `norm_rope` and its backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormRopePath {
     /// One kernel computes RMSNorm and RoPE.
@@ -18,13 +18,13 @@ pub enum NormRopePath {
 }
 
 impl NormRopePath {
-    /// The path for heads of `head_dim` columns.
+    /// The kernels for heads of `head_dim` columns.
     pub fn of(head_dim: usize) -> Self {
         if TURNED_HEADS.contains(&head_dim) { Self::OnePass } else { Self::Apart }
     }
 
-    /// The tensor, of the size of x, that the first of two operations passes to the second: the normalized heads, or the gradient after the
-    /// inverse rotation.
+    /// The intermediate tensor between RMSNorm and RoPE if separate operations compute them: the normalized heads, or the gradient after
+    /// the inverse rotation. This tensor has the size of x.
     pub fn between<B: Backend>(self, x: &Tensor<B>) -> Option<Temporary> {
         (self == Self::Apart).then(|| Temporary::new("heads between norm and rotation", x.bytes()))
     }
@@ -39,12 +39,12 @@ impl fmt::Display for NormRopePath {
     }
 }
 
-/// Number of chunks of rows per shard in the sum of a weight's gradient.
+/// The number of chunks into which the rows of a shard are divided when the gradient of a weight is summed.
 pub const fn chunks_of_shard<B: Backend>(rows: usize, shards: usize) -> usize {
     (rows / if shards == 0 { 1 } else { shards }).div_ceil(RmsNormBackward::<B>::CHUNK)
 }
 
-/// Temporary memory of a weight's gradient: one sum per chunk of rows.
+/// The temporary memory for the gradient of a weight, which contains one sum per chunk of rows.
 pub fn column_sums_temporary<B: Backend>((rows, cols): (usize, usize), shards: usize) -> Temporary {
     let sums = shards * chunks_of_shard::<B>(rows, shards) * cols;
     Temporary::new("sums over chunks of rows", sums * size_of::<f32>())

@@ -6,9 +6,10 @@ use nibble_core::ops::{Numbers, Planes, Quantize, Stored, Taken};
 use nibble_core::{Backend, DType, Grouping};
 use std::fmt;
 
-/// Rows and columns of a CTA's tile, which equal the block length of FP8.
+/// The number of rows and columns of the tile of a CTA, which is the block length of FP8.
 pub const TILE: usize = 128;
-/// Number of columns per lane and step in the kernel that transforms rows. The longest row has [`MOST_UNITS`] units of this many columns.
+/// The number of columns that a lane processes per step in the kernel that transforms rows. The longest supported row has [`MOST_UNITS`]
+/// times this number of columns.
 pub const UNIT_COLS: usize = 64;
 /// Maximum number of units of [`UNIT_COLS`] columns in a row.
 pub const MOST_UNITS: usize = 768;
@@ -22,17 +23,18 @@ pub struct FastKernels {
     pub format: Format,
     /// The element type of the format's codes.
     pub element: Element,
-    /// One scale per block: a power of two or an F32.
+    /// The kind of the scale that each block has: a power of two or an F32.
     pub kind: ScaleKind,
     /// How values are rounded.
     pub rounding: Rounding,
-    /// The length of the transform; with a transform, the kernel writes either rows or columns.
+    /// The length of the Hadamard transform, if there is one. A kernel with a transform writes either row blocks or column blocks, but not
+    /// both.
     pub hadamard: Option<usize>,
 }
 
 impl FastKernels {
-    /// The instances that recipes need: activations and gradients are BF16, and with power-of-two scales they may be rounded
-    /// stochastically and transformed; weights are F32.
+    /// All kernels that recipes need. Activations and gradients are BF16, and weights are F32. With power-of-two scales, activations and
+    /// gradients may be rounded stochastically and transformed.
     pub fn all() -> impl Iterator<Item = Self> {
         let formats = [
             (Format::Mxfp4, Element::E2M1, ScaleKind::E8M0),
@@ -63,14 +65,14 @@ impl FastKernels {
         formats.into_iter().flat_map(of)
     }
 
-    /// Whether kernels for 2-D blocks are built. Stochastic rounding has no such kernels, because weights are not rounded stochastically;
-    /// MXFP4 has no 2-D blocks.
+    /// Whether kernels for 2-D blocks are built. There are no such kernels for stochastic rounding, because weights are not rounded
+    /// stochastically, or for MXFP4, which has no 2-D blocks.
     pub fn has_tiles(&self) -> bool {
         self.format.spec().tiles && self.rounding == Rounding::NearestEven && self.hadamard.is_none()
     }
 
-    /// Whether the kernel can lift the codes that it quantizes. A kernel can lift MXFP4 codes, along rows without a transform and along
-    /// columns with a transform.
+    /// Whether the kernel can convert the codes that it quantizes to E4M3 (lift) before it writes them. Kernels can lift MXFP4 codes of row
+    /// blocks without a transform, and of column blocks with a transform.
     pub fn lifts(&self, planes: Planes) -> bool {
         let has_planes = match planes {
             Planes::Rows => self.hadamard.is_none(),
@@ -80,7 +82,8 @@ impl FastKernels {
         self.format == Format::Mxfp4 && has_planes
     }
 
-    /// Whether a kernel writes rows directly into all-to-all buffers, as it does for activations and gradients without a transform.
+    /// Whether a kernel can write rows directly into all-to-all buffers. Such kernels exist for activations and gradients without a
+    /// transform.
     pub fn packs(&self) -> bool {
         self.input == DType::Bf16 && self.hadamard.is_none()
     }
@@ -91,8 +94,8 @@ pub fn has_fast_kernels(format: Format) -> bool {
     FastKernels::all().any(|kernels| kernels.format == format)
 }
 
-/// The formats and roundings for which the general kernel can decode the codes that it quantizes. The formats are those whose products
-/// multiply BF16, with the roundings that recipes use.
+/// The formats and roundings for which the general kernel can decode the codes that it quantizes. The list has the formats whose products
+/// multiply BF16 numbers, each with the roundings that recipes use.
 pub const DECODED: [(Format, &[Rounding]); 6] = [
     (Format::Nvfp4, &[Rounding::NearestEven, Rounding::Stochastic]),
     (Format::Nvfp4In128, &[Rounding::NearestEven, Rounding::Stochastic]),
@@ -117,35 +120,36 @@ pub struct QuantizeDesc {
     pub cols: usize,
     /// Number of matrices.
     pub stack: usize,
-    /// Row capacity of the column tensor.
+    /// The number of rows for which the tensor with column blocks has capacity.
     pub capacity: usize,
-    /// Groups of rows; some rows may be padding.
+    /// The groups of rows, if any. Some rows may be padding.
     pub groups: Option<Grouping>,
     /// Whether a fast kernel reads a list of the padding rows.
     pub ragged: bool,
     /// The length of a transform that precedes quantization.
     pub hadamard: Option<usize>,
-    /// The numbers that products multiply, if only products read the result.
+    /// The type of numbers that products multiply, if only products read the result.
     pub only_for: Option<Numbers>,
 }
 
-/// Layout of row scales that a kernel for rows and columns stores block by block, before a second kernel writes them in row-major order.
+/// The temporary layout of row scales. A kernel that quantizes rows and columns stores the scales block by block, and a second kernel then
+/// writes them in row-major order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowScales {
     /// Number of rows of codes.
     pub lines: usize,
     /// Number of blocks per row.
     pub blocks: usize,
-    /// Number of records from one block to the next, a multiple of 128.
+    /// The distance from the records of one block column to those of the next, as a number of records. This distance is a multiple of 128.
     pub stride: usize,
-    /// Number of blocks that the kernel writes, with padding to whole tiles.
+    /// The number of blocks per row that the kernel writes, including padding to whole tiles.
     pub written: usize,
     /// Bytes of one record of scales.
     pub bytes: usize,
 }
 
 impl RowScales {
-    /// Bytes of the temporary buffer, which is freed after the second kernel.
+    /// The number of bytes of the temporary buffer, which is freed after the second kernel.
     pub const fn total_bytes(&self) -> usize {
         self.written * self.stride * self.bytes
     }
@@ -177,7 +181,7 @@ impl QuantizeDesc {
         }
     }
 
-    /// The kind and number of the scales in a block's record.
+    /// The kinds of scales in the scale record of a block.
     pub fn kind(&self) -> ScaleKind {
         self.codec.scale_kind()
     }
@@ -236,7 +240,7 @@ impl QuantizeDesc {
     }
 }
 
-/// Where a transform is computed.
+/// Which kernel computes the Hadamard transform before a quantization.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TransformMade {
     /// A separate kernel computes the transform and writes it in F32 to memory.
@@ -245,29 +249,29 @@ pub enum TransformMade {
     AsItReads,
 }
 
-/// The path of a quantization.
+/// How a quantization is computed: its transform, its kernels and the form of its result.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QuantizePath {
     /// The requested quantization.
     pub asked: QuantizeDesc,
-    /// Where a transform is computed; `None` without a transform, or if the fast kernel computes it.
+    /// Which separate kernel computes the transform; `None` if there is no transform, or if the fast kernel computes it.
     pub transform: Option<TransformMade>,
     /// The quantization that remains after the transform.
     pub last: QuantizeDesc,
     /// The fast kernels for `last`; `None` means the general kernel.
     pub kernels: Option<FastKernels>,
-    /// The form of the result. The result holds codes, unless only products read it and a kernel directly writes the form that these
-    /// products read.
+    /// The form of the result. The result contains codes, unless only products read it and there is a kernel that writes the form that
+    /// these products multiply.
     pub taken: Taken,
 }
 
 impl QuantizePath {
-    /// The path of an operation.
+    /// Chooses how to compute the operation `op`.
     pub fn of_op<B: Backend>(op: &Quantize<'_, B>) -> Self {
         Self::of(QuantizeDesc::of(op))
     }
 
-    /// The path of a request.
+    /// Chooses how to compute a quantization with this description.
     pub fn of(asked: QuantizeDesc) -> Self {
         let (transform, last, kernels) = match (asked.hadamard, asked.fast_kernels()) {
             (Some(_), None) => {
@@ -291,16 +295,16 @@ impl QuantizePath {
         Self { asked, transform, last, kernels, taken }
     }
 
-    /// Whether a kernel writes these rows directly into all-to-all buffers; otherwise the rows are first quantized and then packed.
+    /// Whether a kernel writes the quantized rows directly into all-to-all buffers. Otherwise the rows are first quantized and then packed.
     pub fn packs(&self) -> bool {
         let is_whole = self.transform.is_none() && self.asked.planes == Planes::Rows;
         is_whole && self.kernels.is_some_and(|kernels| kernels.packs())
     }
 
-    /// The layout of row scales, with padding to whole tiles, if a second kernel moves them to their final addresses. The fast kernels
-    /// store the scales of neighbouring rows together. The general kernel stores four record bytes as a word, because at their final
-    /// addresses every four bytes would occupy a separate L2 sector. The second kernel pays off for MX formats, but not for NVFP4, which
-    /// has twice as many records.
+    /// The temporary layout of row scales, including padding to whole tiles, if a second kernel copies them to their final addresses;
+    /// otherwise `None`. The fast kernels store the scales of neighbouring rows together. The general kernel stores four bytes of records
+    /// as one word. At their final addresses, each four bytes would be in a different L2 sector. The second kernel pays off for MX formats,
+    /// but not for NVFP4, which has twice as many records.
     pub fn row_scales(&self) -> Option<RowScales> {
         let QuantizeDesc { codec, planes, rows, cols, capacity, .. } = self.last;
         let (block, kind) = (codec.format().spec().block, codec.scale_kind());
@@ -327,7 +331,7 @@ impl QuantizePath {
         })
     }
 
-    /// Temporary memory besides results and counts, in order of allocation.
+    /// The buffers that the quantization needs in addition to results and counts, in the order in which they are allocated.
     pub fn temporaries(&self) -> Vec<Temporary> {
         let QuantizeDesc { stack, rows, cols, .. } = self.last;
         if self.asked.rows == 0 || cols == 0 {

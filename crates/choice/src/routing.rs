@@ -14,10 +14,10 @@ const MOST_PASSES: usize = 16;
 /// many more chunks than multiprocessors.
 const CHUNKS: usize = 256;
 
-/// The chunks in which `plan_permute` counts slots. One CTA counts a chunk, in several passes.
+/// The division of slots into chunks in which `plan_permute` counts them. One CTA counts a chunk, in several passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlanChunks {
-    /// Number of counts of a chunk: one per group, rounded up for loads of 16 bytes.
+    /// The number of counts of a chunk, which is one per group, rounded up so that threads can load 16 bytes at a time.
     pub columns: usize,
     /// Number of passes per chunk, of [`PLAN_PASS`] slots each.
     pub passes: usize,
@@ -44,7 +44,7 @@ impl PlanChunks {
     }
 }
 
-/// The chunks of the partial sums of a router's losses.
+/// The division of tokens into chunks when the losses of a router are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RouteSums {
     /// Number of chunks of tokens per shard.
@@ -63,8 +63,8 @@ impl RouteSums {
         Self { chunks_of_shard, chunks: shards * chunks_of_shard, tokens, experts, shards }
     }
 
-    /// Temporary memory of the sums, in order: probabilities by chunk and expert, squared log-sum-exps by chunk, numbers of slots by chunk
-    /// and expert, and products by shard and expert.
+    /// The buffers of partial sums: probabilities per chunk and expert, squared log-sum-exps per chunk, numbers of slots per chunk and
+    /// expert, and products per shard and expert.
     pub fn temporaries(&self) -> [Temporary; 4] {
         let Self { chunks, experts, shards, .. } = *self;
         [
@@ -75,12 +75,13 @@ impl RouteSums {
         ]
     }
 
-    /// Number of values that count the slots of each document's experts: one row per token, aligned to 16 bytes.
+    /// The number of values in the buffer that counts slots per document and expert. The buffer has one row per token, aligned to 16 bytes.
     pub const fn document_slots(&self) -> usize {
         self.tokens * self.experts.next_multiple_of(4)
     }
 
-    /// Temporary memory for documents in either pass: the numbers of slots of their experts, and their numbers of tokens.
+    /// The buffers for documents in the forward or backward pass: the number of slots per document and expert, and the number of tokens per
+    /// document.
     pub fn of_documents(&self) -> [Temporary; 2] {
         [
             Temporary::new("slots of documents", self.document_slots() * size_of::<i32>()),
@@ -88,7 +89,7 @@ impl RouteSums {
         ]
     }
 
-    /// Additional temporary memory for documents in the forward pass: one partial sum of document losses per chunk.
+    /// The additional buffer for documents in the forward pass, with one partial sum of document losses per chunk.
     pub fn of_document_losses(&self) -> Temporary {
         Temporary::new("losses of documents", self.chunks * size_of::<f32>())
     }

@@ -3,16 +3,16 @@
 use crate::Temporary;
 use nibble_core::ops::ChunkSums;
 
-/// Number of sums of one level that are added to one sum of the next level.
+/// The number of sums of one level of the tree whose sum is one value of the next level.
 pub const GROUP: usize = 2048;
 
-/// Number of sums of the next level.
+/// The number of sums of the next level of the tree, if a level has `sums` sums.
 pub fn next_level(sums: usize) -> usize {
     sums.div_ceil(GROUP).max(1)
 }
 
-/// Temporary memory of each level, which lives until the next level is computed. A level holds the sums of tensors with more than one sum
-/// per part, so the last level is empty.
+/// The buffer of each level of the tree, which is freed after the next level is computed. A level contains only the sums of tensors that
+/// still have several sums per part, so the last level is empty.
 pub fn levels(tensors: &[ChunkSums]) -> Vec<Temporary> {
     let mut open: Vec<(usize, usize)> = tensors.iter().map(|tensor| (tensor.parts, tensor.chunks)).collect();
     open.retain(|&(parts, _)| parts > 0);

@@ -7,8 +7,8 @@ use nibble_core::ops::{
 };
 use nibble_core::{DType, Groups, Operand, Result};
 
-/// `swiglu` on a GPU. A form that no kernel writes directly is quantized afterwards, when only the quantization's input and the results are
-/// in memory.
+/// `swiglu` on a GPU. If no kernel writes the requested form directly, the result is quantized by a second op. At that time, only the input
+/// of this op and the results are in memory.
 pub fn swiglu<B: GpuKernels>(b: &B, op: &Swiglu<'_, B>) -> Result<SwigluOut<B>> {
     let (path, rows, f) = (SwigluPath::of(op), op.h.rows, op.h.cols / 2);
     let first = match path {

@@ -6,10 +6,10 @@ use nibble_core::ops::{Emit, Planes, Swiglu, SwigluBackward};
 use nibble_core::{Backend, DType, Error, Groups, Operand, Result};
 use std::fmt;
 
-/// Rows and columns of a kernel's tile, which equal the block length of E4M3.
+/// The number of rows and columns of the tile of a kernel, which is the block length of E4M3.
 pub const TILE: usize = 128;
 
-/// The scale rules for which fused E4M3 kernels are built, which are the rules that the recipes use.
+/// The scale rules for which there are fused E4M3 kernels. The recipes use only these scale rules.
 pub const FUSED_RULES: [ScaleRule; 2] = [ScaleRule::Amax, ScaleRule::Rceil];
 
 /// Whether the fused kernels can write this codec: E4M3 whose scales depend only on the rule.
@@ -34,7 +34,7 @@ fn tiled_capacity<B: Backend>(rows: usize, groups: Option<&Groups<B>>) -> Option
     whole.then(|| rows.next_multiple_of(TILE))
 }
 
-/// Returns an error if h `[rows, 2f]` is too large for the kernels' 32-bit arithmetic.
+/// Checks that h of shape `[rows, 2f]` is small enough for the 32-bit index arithmetic of the kernels.
 ///
 /// # Errors
 /// [`Error::Shape`] that names the size that is too large.
@@ -65,7 +65,7 @@ pub enum SwigluPath {
     RowsCols {
         /// The codec of `a`.
         codec: Codec,
-        /// Row capacity of the column tensor.
+        /// The number of rows for which the tensor with column blocks has capacity.
         capacity: usize,
     },
     /// A kernel writes a plain `a` of this type, which is quantized if a block format is requested. After this kernel, h is quantized if h
@@ -74,7 +74,7 @@ pub enum SwigluPath {
 }
 
 impl SwigluPath {
-    /// The path of an operation.
+    /// Chooses how to compute the operation `op`.
     pub fn of<B: Backend>(op: &Swiglu<'_, B>) -> Self {
         let (rows, f) = (op.h.rows, op.h.cols / 2);
         let fits = |unit: usize, rows| {
@@ -166,7 +166,7 @@ pub enum SwigluBackwardPath {
 }
 
 impl SwigluBackwardPath {
-    /// The path of an operation.
+    /// Chooses how to compute the operation `op`.
     pub fn of<B: Backend>(op: &SwigluBackward<'_, B>) -> Self {
         let (rows, f) = op.da.shape();
         let (dh, wanted) = (plain_form(op.dh), op.a.map(plain_form));

@@ -1,4 +1,4 @@
-/// How closely a backend's result of an operation must agree with the CPU specification.
+/// How closely the result that a backend computes must agree with the result of the CPU backend, which is the specification.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Agreement {
     /// The same bits on every input (NaN compared as NaN).

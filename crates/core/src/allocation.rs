@@ -16,7 +16,8 @@ thread_local! {
     static MAY_BE_REFUSED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs code that handles failed allocations. In all other code, a failed allocation ends the `nibble` command.
+/// Runs `ask`, which must handle failed allocations of host memory itself. If an allocation fails in any code outside of such a call, the
+/// `nibble` command ends.
 pub fn may_be_refused<R>(ask: impl FnOnce() -> R) -> R {
     struct Before(bool);
     impl Drop for Before {
@@ -28,7 +29,7 @@ pub fn may_be_refused<R>(ask: impl FnOnce() -> R) -> R {
     ask()
 }
 
-/// Whether this thread is within [`may_be_refused`].
+/// Whether this thread is running code that was passed to [`may_be_refused`].
 #[must_use]
 pub fn takes_refusals() -> bool {
     MAY_BE_REFUSED.get()
@@ -66,8 +67,8 @@ fn phase_now() -> MutexGuard<'static, Phase> {
 /// Called on each change of the status.
 static ON_CHANGE: OnceLock<fn()> = OnceLock::new();
 
-/// Calls `told` on each change of the status, on the thread that makes the change; `told` may read the status. Only the first call of
-/// `on_change` has an effect.
+/// Registers the function `told`, which is called after each change of the status (the phase, its part and the step). The thread that makes
+/// the change calls `told`, which may read the status. Only the first call of `on_change` has an effect.
 pub fn on_change(told: fn()) {
     let _ = ON_CHANGE.set(told);
 }
@@ -78,7 +79,7 @@ fn changed() {
     }
 }
 
-/// Sets the phase, for error messages: `phase(format_args!("reading {path}"))`. Clears the part.
+/// Sets the phase of the run that error messages name, for example `phase(format_args!("reading {path}"))`. Clears the part.
 pub fn phase(what: fmt::Arguments<'_>) {
     let mut phase = phase_now();
     (phase.len, phase.part) = (0, "");
@@ -88,14 +89,14 @@ pub fn phase(what: fmt::Arguments<'_>) {
     changed();
 }
 
-/// Sets the part of the phase, for example "forward"; an empty text means no part.
+/// Sets the part of the phase that error messages name, for example "forward". An empty text means that the phase has no parts.
 pub fn part(what: &'static str) {
     phase_now().part = what;
     changed();
 }
 
-/// Runs `work` as a part of the phase, for example "reduce", and restores the previous part. If `work` fails, its part stays set, so that
-/// the error message can name it.
+/// Sets the part of the phase, for example to "reduce", runs `work`, and restores the previous part. If `work` fails, the previous part is
+/// not restored, so that the error message can name the part that failed.
 ///
 /// # Errors
 /// Errors of `work`.
@@ -107,7 +108,8 @@ pub fn in_part<R, E>(what: &'static str, work: impl FnOnce() -> Result<R, E>) ->
     Ok(done)
 }
 
-/// Runs `work`, for example to find out more about an error, and then restores the status, even if `work` has changed it.
+/// Runs `work` and then restores the phase and its part, even if `work` has changed them. Callers use this function to find out more about
+/// an error.
 pub fn aside<R>(work: impl FnOnce() -> R) -> R {
     let Phase { text, len, part } = *phase_now();
     let done = work();
@@ -116,8 +118,8 @@ pub fn aside<R>(work: impl FnOnce() -> R) -> R {
     done
 }
 
-/// Passes the phase and its part to `tell`. The phase and the part are empty texts if no status is set, or while another thread writes the
-/// status. The function does not allocate or wait.
+/// Passes the phase and its part to `tell`. The function passes empty texts if no phase has been set, or while another thread is setting
+/// the phase. This function does not allocate memory, and does not wait for other threads.
 pub fn with_phase<R>(tell: impl FnOnce(&str, &'static str) -> R) -> R {
     match PHASE.try_lock() {
         Ok(phase) => tell(std::str::from_utf8(&phase.text[..phase.len]).unwrap_or_default(), phase.part),
@@ -125,13 +127,15 @@ pub fn with_phase<R>(tell: impl FnOnce(&str, &'static str) -> R) -> R {
     }
 }
 
-/// Sets the training step that is being issued, counted from 0 as in messages; `None` means that no step is being issued.
+/// Sets the number of the training step whose work the host is issuing, counted from 0 as in messages; `None` means that the host is
+/// issuing no step.
 pub fn set_step(step: Option<u64>) {
     STEP.store(step.unwrap_or(NO_STEP), Ordering::Relaxed);
     changed();
 }
 
-/// The training step that was issued last, counted from 0. The call does not wait.
+/// The number that [`set_step`] has set: the training step whose work the host is issuing, counted from 0. The call does not wait for other
+/// threads.
 #[must_use]
 pub fn step() -> Option<u64> {
     Some(STEP.load(Ordering::Relaxed)).filter(|step| *step != NO_STEP)

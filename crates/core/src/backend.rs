@@ -13,34 +13,34 @@ impl Plain for f32 {}
 impl Plain for f64 {}
 impl Plain for half::bf16 {}
 
-/// The memory that a backend's allocator holds.
+/// Statistics of the device memory that the allocator of a backend has allocated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryStats {
-    /// Bytes in live buffers now.
+    /// The number of bytes in buffers that are live now.
     pub live_bytes: usize,
     /// Peak of `live_bytes`.
     pub peak_bytes: usize,
-    /// The device's total memory, if it is known.
+    /// The total memory of the device in bytes, if it is known.
     pub total_bytes: Option<usize>,
 }
 
-/// The size of a device's memory, and the part of this memory that other processes hold.
+/// The total memory of a device, and the part of this memory that other processes use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {
-    /// The device's memory, or this process's limit if that is less.
+    /// The total memory of the device in bytes, or the memory limit of this process if the limit is smaller.
     pub total_bytes: usize,
-    /// Bytes of `total_bytes` that other processes hold.
+    /// The number of bytes of `total_bytes` that other processes use.
     pub others_bytes: usize,
 }
 
 impl Room {
-    /// Total bytes that this process may hold, including the bytes that it holds now.
+    /// The number of bytes that this process can use in total, including the bytes that it uses now.
     pub fn bytes(&self) -> usize {
         self.total_bytes.saturating_sub(self.others_bytes)
     }
 }
 
-/// The kind of device: it determines how operations use memory, and which ranks share that memory.
+/// The kind of a device, which determines how operations use memory, and which ranks share this memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceKind {
     /// The host; its ranks share the memory.
@@ -50,7 +50,7 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// The layout of the scales of column blocks that kernels write and that products read fastest.
+    /// The layout in which kernels write the scales of column blocks. Products read this layout fastest.
     pub fn column_scales(self) -> ScaleLayout {
         match self {
             Self::Host => ScaleLayout::RowMajor,
@@ -68,21 +68,21 @@ pub struct ValueRun<'a, B: Backend, T: Plain> {
     pub range: Range<usize>,
 }
 
-/// Rows of values in a buffer; the stride between rows is constant.
+/// The location of rows of values in a buffer. The distance between the starts of consecutive rows is constant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lines {
-    /// Index of the first row's first value.
+    /// The index in the buffer of the first value of the first row.
     pub first: usize,
-    /// Values from the start of one row to the start of the next.
+    /// The number of values from the start of one row to the start of the next row.
     pub stride: usize,
 }
 
 /// One copy of [`Backend::copy_many`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LineCopy {
-    /// Index of the source buffer, and its rows.
+    /// The index of the source buffer, and the rows to copy from it.
     pub from: (usize, Lines),
-    /// Index of the target buffer, and its rows.
+    /// The index of the target buffer, and the rows to overwrite in it.
     pub to: (usize, Lines),
     /// Number of rows.
     pub lines: usize,
@@ -91,13 +91,13 @@ pub struct LineCopy {
 }
 
 impl LineCopy {
-    /// A copy of one row of bytes.
+    /// Describes the copy of a single row of `len` values. `from` and `to` are (index of the buffer, index of the first value).
     pub fn line(from: (usize, usize), to: (usize, usize), len: usize) -> Self {
         let lie = |(buffer, first)| (buffer, Lines { first, stride: len });
         Self { from: lie(from), to: lie(to), lines: 1, len }
     }
 
-    /// The source and target buffers.
+    /// Returns the source buffer and the target buffer of this copy.
     ///
     /// # Errors
     /// [`crate::Error::Shape`] if an index is out of range.
@@ -129,8 +129,8 @@ impl Lines {
 
 /// The memory of a device and the order of its work, without numeric operations.
 ///
-/// A buffer is reference counted. A clone shares the bytes; a write through a shared handle first copies the bytes, so that no operation
-/// changes another owner's tensor.
+/// A buffer is reference counted. A clone of a buffer shares its bytes. If an operation writes to a buffer whose bytes are shared, the
+/// backend first copies the bytes, so that the other owners see no change (copy on write).
 pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     /// A typed buffer on the device.
     type Buf<T: Plain>: Clone + Debug + Send + Sync;

@@ -6,7 +6,8 @@
 //! | `Col` | columns, stored transposed | wgrad, both operands: its contraction runs down the rows, which are contiguous here |
 //! | `Tile` | both: 2-D blocks | weights: one tensor for fprop, its transpose for dgrad. Formats without 2-D blocks use `Row` for both |
 //!
-//! * Codes of less than a byte are packed from the lowest bit on. Each row of codes (each column for `Col`) begins at a byte boundary.
+//! * If a code is shorter than a byte, several codes are packed into a byte, starting at the lowest bit. Each row of codes (each column for
+//!   `Col`) begins at a byte boundary.
 //! * A row or column that ends inside a block is extended by zeros. `Col` stores these zeros, because it rounds the number of rows up to
 //!   whole blocks.
 //! * Some formats have one scale per row (`e4m3-row`). With `Col`, these formats have one scale per column and group of rows (an expert, or
@@ -21,52 +22,55 @@ use crate::ops::{Stored, Taken};
 use crate::{Backend, DType, Error, Result, Tensor};
 use nibble_formats::{BlockAxis, Format, Scale, ScaleKind, ScaleLayout, ScalePlane, ScaleRule};
 
-/// A quantized matrix: the codes and the scales of a logical row-major X `[rows, cols]`.
+/// A quantized matrix, which consists of codes and scales. The represented matrix is row-major and has the shape `[rows, cols]`.
 ///
 /// * `Row`: codes `[rows][cols]`, scales `[rows][⌈cols/block⌉]`.
 /// * `Col`: stored transposed, codes `[cols][capacity]`, scales `[cols][⌈capacity/block⌉]`, so that the contraction down the rows is
-///   contiguous. `rows` is the row capacity. In a format with one scale per row, a column has one scale per group of rows (one scale in
-///   total if there are no groups), stored once per 128 rows ([`Format::record_len`]).
+///   contiguous. For this axis, the field `rows` is the capacity. In a format with one scale per row, a column has one scale per group of
+///   rows, or a single scale if there are no groups. Such a scale is stored repeatedly, once per 128 rows ([`Format::record_len`]).
 /// * `Tile`: codes `[rows][cols]`, scales `[⌈rows/block⌉][⌈cols/block⌉]`.
 ///
-/// Codes of less than a byte are packed from the lowest bit on. The scales of a block, whatever their types, are stored as a record of
-/// [`ScaleKind::bytes`] bytes. `stack` equal matrices may be stacked (expert weights): blocks never cross from one matrix to the next, and
-/// `Tile` scales are `[stack][⌈rows/stack/block⌉][⌈cols/block⌉]`.
+/// If a code is shorter than a byte, several codes are packed into a byte, starting at the lowest bit. The scales of a block are stored
+/// together as a record of [`ScaleKind::bytes`] bytes, whatever types they have. A tensor may contain a stack of `stack` matrices of equal
+/// size, such as expert weights. No block contains values of two matrices, and the scales of the axis `Tile` are
+/// `[stack][⌈rows/stack/block⌉][⌈cols/block⌉]`.
 #[derive(Debug, Clone)]
 pub struct BlockScaled<B: Backend> {
     /// The element format and block length.
     pub format: Format,
     /// The direction along which a block runs.
     pub axis: BlockAxis,
-    /// How the scales were chosen. The rule and the format together determine the type of the scales ([`BlockScaled::scale_kind`]).
+    /// The rule by which the scales were chosen. The rule and the format together determine the type of the scales
+    /// ([`BlockScaled::scale_kind`]).
     pub rule: ScaleRule,
-    /// Number of rows of the logical matrix, over all matrices of the stack.
+    /// The number of rows of the logical (untransposed) matrix, counted over all matrices of the stack.
     pub rows: usize,
-    /// Number of columns of the logical matrix.
+    /// The number of columns of the logical (untransposed) matrix.
     pub cols: usize,
-    /// Number of stacked matrices; 1 for activations.
+    /// The number of stacked matrices, which is 1 for activations.
     pub stack: usize,
     /// The codes.
     pub codes: B::Buf<u8>,
     /// The scales, as bytes.
     pub scales: B::Buf<u8>,
     /// The tensor scale of each row of the logical matrix, for formats with tensor scales ([`ScaleKind::has_tensor_scale`]). Rows that were
-    /// quantized together have the same tensor scale, and keep this scale in an all-to-all.
+    /// quantized together have the same tensor scale. In an all-to-all, each row is sent with its tensor scale.
     pub tensor_scale: Option<B::Buf<f32>>,
-    /// The layout of the scales. Scales of row blocks and of 2-D blocks are row-major, so that they move with their rows. Scales of column
-    /// blocks have the layout that the backend's products read fastest.
+    /// The layout of the scales. The scales of row blocks and of 2-D blocks are row-major, so that each row can be copied together with its
+    /// scales. The scales of column blocks have the layout that the products of the backend read fastest.
     pub scale_layout: ScaleLayout,
-    /// With `Col`, every aligned run of this many columns has identical scales, as in columns that were converted from row blocks. Products
-    /// run faster if this number is known; 1 means unknown.
+    /// The number n such that, with the axis `Col`, every aligned run of n columns has identical scales. Columns that were converted from
+    /// row blocks have this property. Products run faster if this number is known. The value 1 means that no columns are known to have
+    /// identical scales.
     pub shared_cols: usize,
-    /// The form of the numbers in `codes`. The numbers are codes unless only products read the tensor
-    /// ([`only_for`](crate::ops::Quantize::only_for)). For lifted numbers, `scales` holds the scales of [`Format::LIFTED`]; for decoded
-    /// numbers, `scales` holds the scales of the codes.
+    /// The form of the numbers that `codes` contains. The buffer contains codes, unless only products read the tensor
+    /// ([`only_for`](crate::ops::Quantize::only_for)). If the numbers are lifted, `scales` contains the scales of [`Format::LIFTED`]. If
+    /// the numbers are decoded, `scales` contains the scales of the original codes.
     pub taken: Taken,
 }
 
 impl<B: Backend> BlockScaled<B> {
-    /// Allocates a tensor that the next operation overwrites. `rows` counts the rows of all `stack` matrices.
+    /// Allocates a tensor that the next operation overwrites. The argument `rows` is the number of rows of all `stack` matrices together.
     ///
     /// # Errors
     /// The backend's error if it is out of memory.
@@ -79,8 +83,8 @@ impl<B: Backend> BlockScaled<B> {
         Self::unwritten_as(b, stored, axis, shape, Taken::AsIs)
     }
 
-    /// [`BlockScaled::unwritten`] for numbers in the form `taken`. [`Taken::Lifted`] needs a format that products lift; [`Taken::Decoded`]
-    /// needs blocks along rows or columns.
+    /// Like [`BlockScaled::unwritten`], for a tensor whose numbers have the form `taken`. With [`Taken::Lifted`], the format must be one
+    /// that products convert to E4M3. With [`Taken::Decoded`], blocks must run along rows or columns.
     ///
     /// # Errors
     /// The backend's error if it is out of memory.
@@ -116,7 +120,7 @@ impl<B: Backend> BlockScaled<B> {
         })
     }
 
-    /// Expected bytes of the codes and of the scales, computed from the shape and the form.
+    /// The expected number of bytes of the codes and of the scales, computed from the shape and from the form of the numbers.
     pub fn expected_bytes(&self) -> [usize; 2] {
         Stored::block(self).plane_bytes((self.rows, self.cols, self.stack), self.taken, self.scale_layout)
     }
@@ -136,13 +140,13 @@ impl<B: Backend> BlockScaled<B> {
         ))
     }
 
-    /// Bytes of the codes for this format, axis and shape.
+    /// The number of bytes of the codes of a matrix with this format, axis and shape.
     pub fn code_bytes(format: Format, axis: BlockAxis, rows: usize, cols: usize) -> usize {
         code_bytes(format, axis, (rows, cols))
     }
 
-    /// Rows and columns of the matrix of scales for this format, axis and shape. The matrix has one row per row of codes (for `Tile`, per
-    /// row of blocks of each matrix) and one column per block along a row.
+    /// The number of rows and columns of the matrix of scales for this format, axis and shape. The matrix of scales has one row per row of
+    /// codes and one column per block along a row. With the axis `Tile`, it has one row per row of 2-D blocks.
     pub fn scale_shape(
         format: Format,
         axis: BlockAxis,
@@ -159,26 +163,27 @@ impl<B: Backend> BlockScaled<B> {
         lines * blocks
     }
 
-    /// Rows and columns of the matrix of scales.
+    /// The number of rows and columns of the matrix of scales.
     pub fn shape_of_scales(&self) -> (usize, usize) {
         Self::scale_shape(self.format, self.axis, self.rows, self.cols, self.stack)
     }
 
-    /// Bytes of codes and scales together.
+    /// The number of bytes of the codes and the scales together.
     pub fn bytes(&self) -> usize {
         let tensor_scale = self.tensor_scale.as_ref().map_or(0, |s| size_of::<f32>() * B::len(s));
         B::len(&self.codes) + B::len(&self.scales) + tensor_scale
     }
 
-    /// The kind and number of the scales in a block's record.
+    /// The kinds of scales that each block has, which are stored together as its record.
     pub fn scale_kind(&self) -> ScaleKind {
         self.format.scale_kind(self.rule)
     }
 
-    /// Downloads the records of scales, and returns them row by row, whatever their layout. A NaN has the bits of [`ScaleKind::nan`].
+    /// Copies the scale records of all blocks to the host, and returns them row by row, whatever their layout on the device. A scale that
+    /// is NaN is returned with the bits of [`ScaleKind::nan`].
     ///
     /// # Errors
-    /// [`Error::Shape`] if the buffer does not have the bytes of its layout; errors of the backend.
+    /// [`Error::Shape`] if the size of the buffer does not fit the layout, and any error of the backend.
     pub fn records(&self, b: &B) -> Result<Vec<Scale>> {
         self.check_has_codes("records")?;
         let (kind, (lines, blocks)) = (self.scale_kind(), self.shape_of_scales());
@@ -192,20 +197,21 @@ impl<B: Backend> BlockScaled<B> {
         Ok((0..lines * blocks).map(record).map(|s| if kind.is_nan(s) { kind.nan() } else { s }).collect())
     }
 
-    /// Bytes of the scales, in this form and with the padding of their layout.
+    /// The number of bytes of the scales, including the padding of their layout.
     pub fn scale_bytes(&self) -> usize {
         self.expected_bytes()[1]
     }
 
-    /// Identity of the allocation of codes.
+    /// A number that identifies the allocation that contains the codes.
     pub fn buffer_id(&self) -> u64 {
         B::buffer_id(&self.codes)
     }
 
-    /// Checks that rows can be sent to another rank: a row must consist of whole blocks with their scales.
+    /// Checks that single rows can be sent to another rank, which requires that each row consists of whole blocks with their scales.
     ///
     /// # Errors
-    /// [`Error::Shape`] that names `argument` unless blocks run along the row; [`Error::Unsupported`] unless the scales are row-major.
+    /// [`Error::Shape`] with the name `argument` if blocks do not run along rows, and [`Error::Unsupported`] if the scales are not
+    /// row-major.
     pub fn check_rows_travel(&self, op: &'static str, argument: &'static str) -> Result<()> {
         self.check_has_codes(op)?;
         if self.axis != BlockAxis::Row {
@@ -383,22 +389,23 @@ impl Stored {
     }
 }
 
-/// The layout of one row in an all-to-all: codes, then scales, then the tensor scale if there is one, padded to 16 bytes.
+/// The layout of one row in an all-to-all. A row consists of its codes, its scales, its tensor scale if there is one, and padding to a
+/// multiple of 16 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowKind {
-    /// The plain or block format; blocks run along the row.
+    /// The plain or block format of the row. Blocks run along the row.
     pub format: Format,
-    /// The scale rule, which determines the type of the scales (ignored for plain formats).
+    /// The scale rule, which determines the type of the scales. The scale rule is ignored for plain formats.
     pub rule: ScaleRule,
     /// Number of elements of a row.
     pub cols: usize,
 }
 
 impl RowKind {
-    /// Checks that the format has scales of this rule.
+    /// Checks that the scale rule is one of the rules of the format.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the format has no such scales.
+    /// [`Error::Unsupported`] if the format does not have this scale rule.
     pub fn check_rule(&self, op: &'static str) -> Result<()> {
         if self.format.is_block() && !self.format.spec().rules.contains(&self.rule) {
             let why = format!("it has no scale rule `{}`", self.rule);
@@ -407,7 +414,7 @@ impl RowKind {
         Ok(())
     }
 
-    /// The kind and number of the scales in a block's record.
+    /// The kinds of scales that each block has, which are stored together as its record.
     pub fn scale_kind(&self) -> ScaleKind {
         if self.format.is_block() { self.format.scale_kind(self.rule) } else { ScaleKind::NONE }
     }

@@ -111,8 +111,8 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     }
 }
 
-/// Communication between the hosts of a communicator's ranks, independent of the transport that carries rows. A `Peers` is used to create
-/// and to end a device's communicator.
+/// Communication between the host processes or threads of all ranks of a communicator. This communication does not use the transport that
+/// sends rows. A backend uses `Peers` to create and to shut down the communicator of a device.
 pub trait Peers: Debug + Send + Sync {
     /// This rank, from 0.
     fn rank(&self) -> usize;
@@ -140,35 +140,36 @@ pub trait Peers: Debug + Send + Sync {
 /// A sum of [`Comm::begin_reduce_scatter_tree`].
 #[derive(Debug)]
 pub struct TreeSum<B: Backend> {
-    /// This rank's values, which are added to those of the other ranks.
+    /// The values of this rank, which are added to the values of the other ranks.
     pub values: B::Buf<f32>,
-    /// For each rank, the range of values whose sum this rank receives; a range may be empty.
+    /// For each rank, the range of values whose sum that rank receives. A range may be empty.
     pub parts: Vec<Range<usize>>,
-    /// Buffer that receives the sum of this rank's part and has the part's length.
+    /// The buffer that receives the sum of the range of this rank. The buffer has the length of the range.
     pub into: B::Buf<f32>,
 }
 
-/// A collective in flight, which returns `T` (sums, by default). Until a transfer is awaited, the transfer owns every buffer that it
-/// reads and writes. So the lifetime of memory depends on when the rank waits, and not on the speed of another rank.
+/// A collective operation that has started and may not be complete. The result of the operation is of type `T`, which is a list of sums by
+/// default. A transfer owns every buffer that it reads or writes until [`Transfer::wait`] returns. So the time at which memory is freed
+/// depends on when this rank waits, and not on the speed of another rank.
 ///
-/// If a transfer is dropped without being awaited, the other ranks still get their data.
+/// If a rank drops a transfer without waiting, the other ranks still receive their data.
 #[must_use = "what is under way is waited for"]
 pub struct Transfer<B: Backend, T = Vec<<B as Backend>::Buf<f32>>>(Box<Finish<B, T>>);
 
 type Finish<B, T> = dyn FnOnce(&B) -> Result<T> + Send;
 
 impl<B: Backend, T> Transfer<B, T> {
-    /// Creates a transfer that `finish` completes. `finish` owns the buffers; after `finish` is dropped, nothing may read or write these
-    /// buffers.
+    /// Creates a transfer that `finish` completes. The closure `finish` owns the buffers of the transfer. After `finish` is dropped,
+    /// nothing may read or write these buffers.
     pub fn new(finish: impl FnOnce(&B) -> Result<T> + Send + 'static) -> Self {
         Self(Box::new(finish))
     }
 
-    /// Waits for the transfer, and returns the results in the buffers that were passed in. Device work that is issued afterwards runs after
-    /// the transfer.
+    /// Waits for the transfer, and returns its results, which are in the buffers that the caller passed in. Device work that is issued
+    /// after this call runs after the transfer.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks, as for any pending call.
+    /// Any error of the backend or of another rank.
     pub fn wait(self, b: &B) -> Result<T> {
         (self.0)(b)
     }
@@ -180,31 +181,31 @@ impl<B: Backend, T> Debug for Transfer<B, T> {
     }
 }
 
-/// The ranks of a run, with a communicator for each axis along which something is sharded. Code that needs the number of a rank, or a
-/// number of ranks, chooses an axis.
+/// The ranks of a run, with a communicator for each axis along which something is sharded. Code that needs the index of this rank or the
+/// number of ranks must choose one of these axes.
 ///
-/// There are dp · ep ranks; rank = dp rank · ep + ep rank. The experts of every layer are sharded over the ep ranks of a replica; the dp
-/// replicas hold the same experts. All other weights are replicated on every rank. F32 masters and moments are sharded over the ranks that
-/// hold the same weights: each rank stores some of the rows. The tokens of a batch are divided among all ranks, in order, so that the
-/// tokens of a replica are consecutive.
+/// There are dp · ep ranks in total. The index of a rank is its dp index · ep + its ep index. The experts of every layer are sharded over
+/// the ep ranks of a replica. Each of the dp replicas has all experts. All other weights are replicated on every rank. F32 master weights
+/// and moments are sharded by rows over the ranks that have the same weights. The tokens of a batch are divided among all ranks in the
+/// order of the ranks, so that the tokens of a replica are consecutive.
 #[derive(Debug)]
 pub struct Mesh<'a, B: Backend> {
-    /// The communicator of all ranks. Each rank has its own shards of a batch, so this communicator reduces losses, loads, reports and the
-    /// gradients of replicated weights. Checkpoints use this communicator to gather values.
+    /// The communicator of all ranks. This communicator reduces losses, expert loads, reports and the gradients of replicated weights,
+    /// because each rank computes these for its own part of the batch. Saving a checkpoint uses this communicator to gather values.
     pub all: &'a dyn Comm<B>,
-    /// The communicator of the ranks that shard a layer's experts, for dispatch and combine.
+    /// The communicator of the ranks over which the experts of a layer are sharded. Dispatch and combine use this communicator.
     pub ep: &'a dyn Comm<B>,
-    /// The communicator of the ranks that hold the same experts. The gradients of these experts are reduced here, and their weights are
-    /// gathered here before a step.
+    /// The communicator of the ranks that have the same experts. This communicator reduces the gradients of these experts, and gathers
+    /// their weights before a step.
     pub dp: &'a dyn Comm<B>,
 }
 
 /// The number of ranks along each axis of a [`Mesh`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MeshShape {
-    /// Number of replicas of the experts.
+    /// The number of replicas of the experts.
     pub dp: usize,
-    /// Number of ranks that shard the experts.
+    /// The number of ranks over which the experts of a replica are sharded.
     pub ep: usize,
 }
 
@@ -217,17 +218,17 @@ impl MeshShape {
         self.dp * self.ep
     }
 
-    /// Position of a rank along both axes: (dp rank, ep rank).
+    /// The indices of rank `rank` along both axes, as (dp index, ep index).
     pub fn place(&self, rank: usize) -> (usize, usize) {
         (rank / self.ep, rank % self.ep)
     }
 
-    /// The ranks of a replica, which shard its experts.
+    /// The ranks of the replica with dp index `dp_rank`, over which its experts are sharded.
     pub fn replica(&self, dp_rank: usize) -> Vec<usize> {
         (0..self.ep).map(|e| dp_rank * self.ep + e).collect()
     }
 
-    /// The ranks that hold the same experts, one per replica.
+    /// The ranks that have the same experts as the rank with ep index `ep_rank`, one per replica.
     pub fn same_experts(&self, ep_rank: usize) -> Vec<usize> {
         (0..self.dp).map(|d| d * self.ep + ep_rank).collect()
     }
@@ -240,7 +241,7 @@ impl fmt::Display for MeshShape {
 }
 
 impl<'a, B: Backend> Mesh<'a, B> {
-    /// A mesh that shards the experts over all ranks, so that no two ranks hold the same expert.
+    /// A mesh with a single replica: experts are sharded over all ranks, so that no two ranks have the same expert.
     pub fn new(all: &'a dyn Comm<B>) -> Self {
         Self { all, ep: all, dp: &SoloComm }
     }
@@ -270,9 +271,9 @@ impl<'a, B: Backend> From<&'a dyn Comm<B>> for Mesh<'a, B> {
 pub struct Axes<C> {
     /// The communicator of all ranks.
     pub all: C,
-    /// The communicator of the ranks that shard the experts.
+    /// The communicator of the ranks over which the experts are sharded.
     pub ep: C,
-    /// The communicator of the ranks that hold the same experts.
+    /// The communicator of the ranks that have the same experts.
     pub dp: C,
 }
 
@@ -294,7 +295,7 @@ impl<B: Backend> Clone for Mesh<'_, B> {
 
 impl<B: Backend> Copy for Mesh<'_, B> {}
 
-/// The communicator of a run with one rank: every collective is the identity.
+/// The communicator of a run with one rank, in which every collective operation returns its input.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SoloComm;
 

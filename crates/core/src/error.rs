@@ -4,7 +4,7 @@ use std::ops::Range;
 /// The result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What can go wrong below the training loop. Every message names the argument, its value and the expected value.
+/// The errors of backends, operations and recipes. Every message names the argument, its value and the expected value.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -112,7 +112,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The error for a thread that the system did not start, because there are too many threads or no memory for its stack.
+    /// The error if the system does not start a thread, because there are too many threads or no memory for the stack of the thread.
     #[must_use]
     pub fn not_started(why: std::io::Error) -> Self {
         Self::Device {
@@ -161,7 +161,7 @@ pub fn check_range(op: &'static str, len: usize, range: Range<usize>) -> Result<
     Ok(range)
 }
 
-/// Checks that every range lies within its own number of values, and that all ranges together have `room` values.
+/// Checks that every range lies within its own buffer, and that all ranges together have `room` values.
 ///
 /// # Errors
 /// [`Error::Shape`] that names `op`.

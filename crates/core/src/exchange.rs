@@ -8,22 +8,23 @@
 
 use crate::{Backend, Comm, Error, Result, Transfer};
 
-/// The capacity of an all-to-all, the same on every rank.
+/// The capacities of the buffers of an all-to-all, which are the same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExchangeRoom {
-    /// Number of tokens that a rank receives.
+    /// The maximum number of tokens that a rank receives.
     pub tokens: usize,
-    /// Number of slots of received tokens for which the rank has the expert.
+    /// The maximum number of slots of received tokens whose expert is on the receiving rank.
     pub slots: usize,
-    /// Maximum number of tokens that a rank sends. A token counts once per receiving rank.
+    /// Maximum number of tokens that a rank sends. A token that is sent to several ranks counts once for each receiving rank.
     pub sent: usize,
-    /// Number of slots of a rank's own tokens.
+    /// The number of slots of the tokens that belong to a rank before the exchange.
     pub own_slots: usize,
 }
 
 impl ExchangeRoom {
-    /// The capacity for `world` ranks, each with `experts_each` experts and with `tokens` tokens of `top_k` slots. The capacity is `factor`
-    /// times the slots of a balanced all-to-all, but at most the largest possible number of slots.
+    /// The capacities for `world` ranks. Each rank has `experts_each` experts, and `tokens` tokens with `top_k` slots each. The capacity in
+    /// slots is `factor` times the number of slots that a rank receives if experts are balanced, but at most the largest possible number of
+    /// slots.
     pub fn new(tokens: usize, top_k: usize, (world, experts_each): (usize, usize), factor: f64) -> Self {
         let own_slots = tokens * top_k;
         let (all, most) = (world * tokens, world * tokens * top_k.min(experts_each));
@@ -33,7 +34,7 @@ impl ExchangeRoom {
     }
 }
 
-/// The rows that an all-to-all sends, and their direction.
+/// The direction of an all-to-all, which determines the rows that it sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Leg {
     /// Dispatch: one row per token and rank that has an expert of this token.
@@ -44,14 +45,14 @@ pub enum Leg {
     SlotsBack,
 }
 
-/// Row counts whose download to the host has started.
+/// The row counts of an all-to-all whose copy to the host has started but may not be complete.
 #[derive(Debug)]
 pub struct PendingRows<B: Backend> {
     counts: B::Pending<i32>,
     room: ExchangeRoom,
 }
 
-/// The numbers of rows that this rank exchanges with each rank that shards the experts, itself included.
+/// The numbers of rows that this rank sends to and receives from each rank over which the experts are sharded, including itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowPlan {
     tokens_to: Vec<usize>,
@@ -63,11 +64,12 @@ pub struct RowPlan {
 }
 
 impl RowPlan {
-    /// Sends this rank's row counts to all ranks. `send` holds the counts of [`AssignRanks`](crate::ops::AssignRanks): for each rank, the
-    /// number of tokens sent to that rank, then the number of their slots. The host only reads the result, once, in [`RowPlan::finish`].
+    /// Sends this rank's row counts to all ranks. The buffer `send` contains the counts of [`AssignRanks`](crate::ops::AssignRanks): for
+    /// each rank, the number of tokens that are sent to it, and the number of slots of these tokens. The host reads the received counts
+    /// only once, in [`RowPlan::finish`].
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Any error of the backend or of another rank.
     pub fn begin<B: Backend>(
         b: &B,
         comm: &dyn Comm<B>,
@@ -78,10 +80,10 @@ impl RowPlan {
         Ok(PendingRows { counts: b.begin_download(&counts, 0..B::len(&counts))?, room })
     }
 
-    /// Waits for the row counts, and makes the plan from them.
+    /// Waits for the row counts, and computes the plan from these counts.
     ///
     /// # Errors
-    /// [`Error::Comm`] for invalid counts, [`Error::Shape`] if a slot has no expert; errors of the backend.
+    /// [`Error::Comm`] if counts are invalid, [`Error::Shape`] if a slot has no expert, and any error of the backend.
     pub fn finish<B: Backend>(b: &B, comm: &dyn Comm<B>, pending: PendingRows<B>) -> Result<Self> {
         let table = b.finish_download(pending.counts)?;
         comm.check()?;
@@ -99,7 +101,7 @@ impl RowPlan {
         self
     }
 
-    /// This rank's capacity under this plan: the number of received tokens, and the number of their slots.
+    /// The capacities of this rank under this plan: the number of tokens that it can receive, and the number of their slots.
     pub fn places(&self) -> (usize, usize) {
         (self.room.tokens, self.room.slots)
     }
@@ -129,14 +131,14 @@ impl RowPlan {
         Ok(Self { tokens_to: to(rank, 0), tokens_from: from(rank, 0), slots_to, slots_from, room, overflow })
     }
 
-    /// The largest number of slots sent to any rank, if this number exceeds the capacity. Every rank that shards the experts computes the
-    /// same number. After such an overflow no rows are sent, the received rows are undefined, and the step must be retried with more
-    /// capacity.
+    /// The largest number of slots that is sent to any rank, or `None` if this number is within the capacity. All ranks over which the
+    /// experts are sharded compute the same number. If there is an overflow, no rows are sent and the received rows are undefined. The
+    /// caller must repeat the step with more capacity.
     pub fn overflow(&self) -> Option<usize> {
         self.overflow
     }
 
-    /// Capacity in rows for one direction.
+    /// The number of rows for which buffers have capacity in the direction `leg`.
     pub fn capacity(&self, leg: Leg) -> usize {
         match leg {
             Leg::Tokens => self.room.tokens,
@@ -145,12 +147,12 @@ impl RowPlan {
         }
     }
 
-    /// Starts the all-to-all of rows of `row_bytes` bytes, sorted by the receiving rank. The rows received, rank by rank, become the first
-    /// rows of `into`; the bytes of `into` after these rows do not change. After an [overflow](Self::overflow) no rows are sent, and `into`
-    /// is returned unchanged.
+    /// Starts an all-to-all of rows of `row_bytes` bytes each. The rows must be sorted by the receiving rank. The received rows are written
+    /// to the beginning of `into`, in the order of the sending ranks. The other bytes of `into` do not change. If there is an
+    /// [overflow](Self::overflow), no rows are sent, and `into` is returned unchanged.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks, either of this call or of the wait for the transfer.
+    /// Any error of the backend or of another rank, which this call or the wait for the transfer returns.
     pub fn begin_exchange<B: Backend>(
         &self,
         b: &B,

@@ -13,12 +13,12 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Alignment of every offset of a [`Heap`], in bytes.
 pub const HEAP_ALIGN: usize = 256;
 
-/// A deterministic allocator of offsets. A block gets the smallest hole that fits (among equal holes, the hole with the lowest offset),
-/// or else the space above the highest block.
+/// A deterministic allocator of offsets. A block is placed into the smallest hole that is large enough, and into the lowest of several
+/// holes of equal size. If no hole is large enough, the block is placed above the highest block.
 ///
-/// An offset depends only on the live blocks, not on their history. A hole is free space between live blocks; the space above the highest
-/// live block counts as one hole that is larger than all others, however large the heap was before. So the same allocations and frees give
-/// the same offsets if they start from the same live blocks.
+/// The offset of a new block depends only on the blocks that are live, and not on the order in which they were allocated. A hole is free
+/// space between live blocks. The space above the highest live block counts as a hole that is larger than all others, however large the
+/// heap has been before. So, if the same blocks are live, the same sequence of allocations and frees always gives the same offsets.
 ///
 /// ```
 /// # use nibble_core::Heap;
@@ -130,36 +130,37 @@ impl Heap {
         }
     }
 
-    /// The offset at which a block of `bytes` bytes would end if it were placed above all live blocks; `None` if the end is beyond the
+    /// The offset at which a block of `bytes` bytes would end if it were placed above all live blocks, or `None` if this offset exceeds the
     /// address space.
     pub fn end_with(&self, bytes: usize) -> Option<usize> {
         self.top.checked_add(rounded(bytes)?)
     }
 
-    /// Raises the capacity to `capacity`, but never lowers it. A raised capacity changes only allocations that would have failed.
+    /// Raises the capacity to `capacity`, but never lowers it. A larger capacity has an effect only on allocations that would otherwise
+    /// fail.
     pub fn raise_capacity(&mut self, capacity: usize) {
         self.capacity = self.capacity.max(capacity);
     }
 
-    /// Sum of the requested bytes of all live blocks.
+    /// The sum of the bytes that were requested for all live blocks.
     pub fn live(&self) -> usize {
         self.live
     }
 
-    /// Peak of the live bytes.
+    /// The largest value that [`Heap::live`] has had so far.
     pub fn peak(&self) -> usize {
         self.peak
     }
 
-    /// The highest end offset that any block has had so far. The heap's memory must have at least this number of bytes.
+    /// The highest offset at which any block has ended so far. The memory behind the heap must have at least this number of bytes.
     pub fn extent(&self) -> usize {
         self.extent
     }
 }
 
-/// Consecutive heaps, for memory that cannot grow in place: segments never move and are never freed. A block goes into the first segment
-/// with enough free space. A block's place therefore depends only on the live blocks, because a new segment does not change which blocks
-/// fit into earlier segments.
+/// A list of heaps (segments), for memory that cannot grow in place. Segments never move and are never freed. A block goes into the first
+/// segment with enough free space. The location of a new block therefore depends only on the blocks that are live, because a new segment
+/// does not change which blocks fit into earlier segments.
 #[derive(Debug, Clone, Default)]
 pub struct Segments {
     heaps: Vec<Heap>,
@@ -169,14 +170,14 @@ pub struct Segments {
 }
 
 impl Segments {
-    /// The smallest segment, in bytes. Each new segment is as large as all earlier segments together, up to [`Segments::LARGEST_STEP`], and
-    /// at least as large as the request.
+    /// The size of the smallest segment, in bytes. Each new segment is as large as all earlier segments together, up to
+    /// [`Segments::LARGEST_STEP`], and at least as large as the request.
     pub const SMALLEST: usize = 1 << 20;
-    /// The bytes of the largest segment, unless a single request is larger.
+    /// The size of the largest segment in bytes, unless a single block is larger.
     pub const LARGEST_STEP: usize = 1 << 30;
 
-    /// Segment and offset of a block of `bytes` bytes; `None` if the block would exceed the address space. The size of a new segment is
-    /// [`Segments::capacity`].
+    /// Allocates a block of `bytes` bytes, and returns its segment and its offset in this segment. Returns `None` if the block would exceed
+    /// the address space. If the block needs a new segment, [`Segments::capacity`] returns the size of this segment.
     pub fn alloc(&mut self, bytes: usize) -> Option<(usize, usize)> {
         let size = rounded(bytes)?;
         let segment = match self.first_with(size) {
@@ -250,7 +251,7 @@ impl Segments {
         self.heaps[segment].capacity
     }
 
-    /// Sum of the [`Heap::extent`] of all segments, in bytes.
+    /// The sum of [`Heap::extent`] over all segments, in bytes.
     pub fn extent(&self) -> usize {
         self.heaps.iter().map(Heap::extent).sum()
     }

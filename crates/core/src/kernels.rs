@@ -8,10 +8,11 @@ macro_rules! methods {
     )*};
 }
 
-/// Every operation of a backend: one method per row of [`for_each_op!`]. No method has a default, so an incomplete backend does not
-/// compile.
+/// The operations of a backend. The trait has one method per row of [`for_each_op!`]. No method has a default implementation, so a backend
+/// that lacks an operation does not compile.
 ///
-/// A kernel's arguments have already passed their `check`, because callers use the arguments' `run`.
+/// When a method runs, its arguments have already been checked. Callers do not call the method directly, but call `run` of the arguments,
+/// which calls `check` and then the method.
 pub trait Kernels: Backend {
     for_each_op! { [methods] () Self }
 }

@@ -5,8 +5,9 @@ use std::fmt::Debug;
 use std::sync::{Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 
-/// The arena that [`Backend::within`](crate::Backend::within) chose, if any. Each backend has one `Scope`. While one thread works within an
-/// arena, all threads that allocate from the backend use that arena, including the threads of a thread pool.
+/// The arena from which a backend currently allocates memory, if [`Backend::within`](crate::Backend::within) has chosen one. Each backend
+/// has one `Scope`. While one thread works within an arena, all threads that allocate memory from the backend use this arena, including the
+/// threads of a thread pool.
 #[derive(Debug)]
 pub struct Scope<A> {
     current: Mutex<Option<(A, ThreadId)>>,
@@ -27,8 +28,8 @@ impl<A: Clone + Debug> Scope<A> {
     /// Runs `work` with `arena` as the current arena, and restores the previous arena afterwards, even if `work` panics.
     ///
     /// # Errors
-    /// Errors of `work`; [`Error::Device`] while another thread works within an arena. `run` does not wait for that thread, because ranks
-    /// that wait for each other within arenas would deadlock.
+    /// Any error of `work`, and [`Error::Device`] if another thread is working within an arena. The method does not wait until the other
+    /// thread has finished, because ranks that wait for each other within arenas would deadlock.
     pub fn run<R>(&self, arena: &A, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let mut current = self.lock();
         let me = thread::current().id();

@@ -40,15 +40,15 @@ pub enum Data<B: Backend> {
     Bf16(B::Buf<bf16>),
 }
 
-/// A row-major matrix `[rows, cols]` of plain elements. A vector has one row; a stack of `l` matrices `[n, k]` is
-/// `[l·n, k]`. A clone shares the buffer.
+/// A row-major matrix `[rows, cols]` of plain elements. A vector is a tensor with one row. A stack of `l` matrices `[n, k]` is a tensor of
+/// shape `[l·n, k]`. A clone shares the buffer.
 #[derive(Debug, Clone)]
 pub struct Tensor<B: Backend> {
-    /// The elements, `rows · cols` of them.
+    /// The buffer of `rows · cols` elements.
     pub data: Data<B>,
     /// Number of rows.
     pub rows: usize,
-    /// Columns; elements of a row are contiguous.
+    /// The number of columns. The elements of a row are contiguous.
     pub cols: usize,
 }
 
@@ -117,7 +117,7 @@ impl<B: Backend> Tensor<B> {
         Ok(Self { data, rows, cols })
     }
 
-    /// A tensor whose elements are these bytes; it shares the buffer.
+    /// A tensor whose elements have these bytes. The tensor shares the buffer `bytes`.
     ///
     /// # Errors
     /// [`Error::Shape`] unless the buffer has the bytes of `rows · cols` elements.
@@ -129,7 +129,7 @@ impl<B: Backend> Tensor<B> {
         Self::new(data, rows, cols)
     }
 
-    /// The elements as bytes; the result shares the buffer.
+    /// The bytes of the elements, as a buffer that shares its memory with the tensor.
     ///
     /// # Errors
     /// Errors of the backend.
@@ -158,7 +158,7 @@ impl<B: Backend> Tensor<B> {
         self.rows * self.cols * self.dtype().size_bytes()
     }
 
-    /// Identity of the buffer's allocation.
+    /// A number that identifies the allocation of the buffer.
     pub fn buffer_id(&self) -> u64 {
         match &self.data {
             Data::F32(buf) => B::buffer_id(buf),
@@ -178,7 +178,7 @@ impl<B: Backend> Tensor<B> {
     /// The F32 buffer.
     ///
     /// # Errors
-    /// [`Error::Shape`] that names `argument` if the elements are of another type.
+    /// [`Error::Shape`] with the name `argument` if the elements have another type.
     pub fn f32(&self, op: &'static str, argument: &'static str) -> Result<&B::Buf<f32>> {
         match &self.data {
             Data::F32(buf) => Ok(buf),
@@ -186,7 +186,7 @@ impl<B: Backend> Tensor<B> {
         }
     }
 
-    /// The elements on the host, as F32.
+    /// Copies the elements to the host as F32 numbers.
     pub fn to_f32_vec(&self, b: &B) -> Result<Vec<f32>> {
         match &self.data {
             Data::F32(buf) => b.download(buf),

@@ -3,8 +3,8 @@
 use std::ops::Sub;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Copies between host and device since the backend was created. The difference of two `Traffic` values is the traffic between the two
-/// readings.
+/// The number and the bytes of copies between host and device since the backend was created. If a caller reads these numbers twice, the
+/// difference is the traffic between the two times.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// Copies from the host to the device.
@@ -18,7 +18,7 @@ pub struct Traffic {
     /// Number of times the host waited for the device: one per [`Backend::download`](crate::Backend::download) and
     /// [`Backend::finish_download`](crate::Backend::finish_download).
     pub waits: u64,
-    /// Number of writes through a shared handle. Each of these writes first copied the whole buffer.
+    /// The number of writes to a buffer whose bytes another handle shared. Each such write first copied the whole buffer.
     pub copies_on_write: u64,
 }
 
@@ -38,7 +38,7 @@ impl Sub for Traffic {
     }
 }
 
-/// Counts [`Traffic`], from any thread.
+/// Counts the copies of [`Traffic`]. Any thread may call its methods.
 #[derive(Debug, Default)]
 pub struct TrafficCounter {
     uploads: AtomicU64,
@@ -72,7 +72,7 @@ impl TrafficCounter {
         self.copies_on_write.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The traffic counted so far.
+    /// The numbers that have been counted so far.
     pub fn so_far(&self) -> Traffic {
         let [uploads, upload_bytes, downloads, download_bytes, waits, copies_on_write] = [
             &self.uploads,

@@ -11,7 +11,7 @@ fn is_hidden(c: char) -> bool {
     turns || (c.is_control() && !matches!(c, '\n' | '\t'))
 }
 
-/// Writes text to `to`, and replaces each hidden character by an escape such as `\u{1b}`.
+/// A writer that passes text to another writer, and replaces each invisible character by an escape such as `\u{1b}`.
 #[derive(Debug)]
 pub struct Visible<W> {
     to: W,
@@ -53,7 +53,7 @@ const LONGEST_NAME: usize = 4096;
 /// Maximum number of bytes of a message.
 const LONGEST_MESSAGE: usize = 64 << 10;
 
-/// An untrusted value, shortened for a message: a long value is cut, and its length is added.
+/// An untrusted value in a form for messages. If the value is long, it is cut, and its length is added.
 #[must_use]
 pub fn shortened(value: &str) -> Cow<'_, str> {
     match value.char_indices().nth(REPEATED).filter(|_| value.chars().nth(2 * REPEATED).is_some()) {
@@ -62,7 +62,7 @@ pub fn shortened(value: &str) -> Cow<'_, str> {
     }
 }
 
-/// The message, cut to at most 64 KiB, and with any name longer than a file path can be cut, too.
+/// The message, cut to at most 64 KiB. Any word that is longer than a file path can be is cut as well.
 #[must_use]
 pub fn readable(message: &str) -> Cow<'_, str> {
     if message.len() <= LONGEST_NAME {

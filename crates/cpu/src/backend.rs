@@ -52,7 +52,8 @@ impl fmt::Debug for Cpu {
 }
 
 impl Cpu {
-    /// A backend with the fastest code path of this machine, on `threads` threads (0: one per core).
+    /// A backend that uses the fastest instruction set of this machine, on `threads` threads. If `threads` is 0, there is one thread per
+    /// core.
     ///
     /// # Errors
     /// [`Error::Device`] if the threads cannot be started.
@@ -88,8 +89,8 @@ impl Cpu {
         Ok(Self { inner: Arc::new(Inner { pool, memory, profile, isa, path }) })
     }
 
-    /// Time of each operation since the backend was created or since the last call, longest first. Profiling is always on, because it costs
-    /// only a fraction of a microsecond per call.
+    /// The time of each operation since the backend was created or since the last call of this method, in descending order. Profiling is
+    /// always on, because it costs only a fraction of a microsecond per call.
     pub fn take_profile(&self) -> Vec<(&'static str, OpTime)> {
         let mut profile = self.inner.profile.lock().unwrap_or_else(PoisonError::into_inner);
         let mut times: Vec<_> = std::mem::take(&mut *profile).into_iter().collect();
@@ -146,7 +147,8 @@ impl Cpu {
     }
 }
 
-/// A typed, reference-counted buffer. Clones share the bytes; a write through a shared handle first copies the bytes.
+/// A typed, reference-counted buffer. Clones of a buffer share the bytes. A write to a buffer whose bytes are shared first copies the
+/// bytes.
 pub struct Buf<T: Plain> {
     storage: Arc<Storage>,
     len: usize,

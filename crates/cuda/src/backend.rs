@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex};
 /// recorded.
 pub(crate) type Marks = Mutex<Option<Vec<(&'static str, Event, Event)>>>;
 
-/// One GPU, as a backend.
+/// The backend that computes on one GPU.
 #[derive(Clone)]
 pub struct Cuda {
     device: Device,
@@ -48,7 +48,7 @@ impl Cuda {
         &self.device
     }
 
-    /// A handle of the same device whose GEMMs run with the settings of `trial`.
+    /// A handle of the same device, whose GEMMs use the kernel configurations of `trial`.
     pub fn with_trial(&self, trial: ProductTrial) -> Self {
         Self { trial, ..self.clone() }
     }

@@ -49,9 +49,8 @@ impl Element for u8 {
     const IS_FP8: bool = true;
 }
 
-/// A dense GEMM of fixed sizes, with the algorithm that the library recommends. Sums are in F32. For E4M3 the
-/// tensor cores compute the sums with fewer bits ("fast accumulation"), and A and B have one scale each, which is
-/// 1.
+/// A dense GEMM of fixed sizes in cuBLASLt, with the algorithm that the library recommends. Sums are in F32. For E4M3 the tensor cores
+/// compute the sums with fewer bits ("fast accumulation"), and A and B have one scale each, which is 1.
 #[derive(Debug)]
 pub struct Gemm<T: Element> {
     handle: sys::cublasLtHandle_t,

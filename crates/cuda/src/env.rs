@@ -75,7 +75,7 @@ pub fn update() -> bool {
     std::env::var_os("NIBBLE_UPDATE").is_some()
 }
 
-/// The words of `NIBBLE_ONLY`; empty if the variable is not set.
+/// The words in the environment variable `NIBBLE_ONLY`; an empty list if the variable is not set.
 pub fn only() -> Vec<String> {
     let words = std::env::var("NIBBLE_ONLY").unwrap_or_default();
     words.split_whitespace().map(str::to_owned).collect()

@@ -7,13 +7,13 @@ use crate::scale::{Scale, ScaleKind};
 use crate::scaling::Scaling;
 use crate::square::Square;
 
-/// The scale of a block while the block is encoded.
+/// The scale of a block, as the encoder uses it: the stored scale record, and the factor by which values are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockScale {
     /// The stored scale record.
     pub record: Scale,
-    /// Factor by which values are multiplied when they are encoded, before position-dependent factors; NaN if the block contained a NaN or
-    /// an infinity.
+    /// The factor by which all values of a block are multiplied when they are encoded, before factors that depend on the position of a
+    /// value. The factor is NaN if the block contained a NaN or an infinity.
     pub inv: f32,
 }
 
@@ -37,7 +37,7 @@ impl BlockScale {
     }
 }
 
-/// Parameters of a block's arithmetic: facts of the block's format, and the choices of its codec.
+/// The parameters with which a block is encoded and decoded. The parameters follow from the format of the block and from its codec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockParams {
     /// The element format of the codes.
@@ -48,7 +48,7 @@ pub struct BlockParams {
     pub rounding: Rounding,
     /// The kind of scales in a block's scale record.
     pub kind: ScaleKind,
-    /// How scales are chosen within the scale rule.
+    /// The options of the scale rule.
     pub scaling: Scaling,
     /// Values per block.
     pub block: usize,
@@ -57,7 +57,7 @@ pub struct BlockParams {
 }
 
 impl BlockParams {
-    /// The factor that replaces division by the tensor scale when values are encoded.
+    /// The factor by which values are multiplied when they are encoded, instead of being divided by the tensor scale.
     #[inline]
     pub const fn tensor_inv(&self) -> f32 {
         f32::from_bits(self.tensor[0])
@@ -69,8 +69,8 @@ impl BlockParams {
         f32::from_bits(self.tensor[1])
     }
 
-    /// The scale (one power of two or one F32) of a block whose largest magnitude is `amax`; NaN if `amax` is NaN or infinite. Only for
-    /// formats with one such scale per block.
+    /// The scale of a block whose largest magnitude is `amax`, as one power of two or one F32. The scale is NaN if `amax` is NaN or
+    /// infinite. The method may be called only for formats whose blocks have one such scale.
     #[inline]
     pub fn scale_of(&self, amax: f32) -> BlockScale {
         match (self.rule, amax.is_finite()) {
@@ -84,11 +84,11 @@ impl BlockParams {
     }
 }
 
-/// The arithmetic of a format on one block. With the default methods, a value's code depends only on its block's scale. A format overrides
-/// them if its factors depend on a value's position, or if it has rules of its own.
+/// The arithmetic of a format on one block. In the default methods, the code of a value depends only on the value and on the scale of its
+/// block. A format overrides these methods if its factors depend on the position of a value, or if it has rules of its own.
 ///
-/// [`scaled`](Self::scaled) and [`multiplier`](Self::multiplier) define the arithmetic of one value. Other methods process the first values
-/// of a block together; formats override these methods only for speed.
+/// [`scaled`](Self::scaled) and [`multiplier`](Self::multiplier) define the arithmetic of one value. Other methods process several values
+/// from the start of a block together, and formats override such methods only for speed.
 pub trait BlockCodec: std::fmt::Debug + Sync {
     /// The scale of a block of finite values with the largest magnitude `amax`. `amax` already includes [`Headroom`](crate::Headroom).
     fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale;
@@ -165,7 +165,7 @@ impl BlockCodec for OneNumber {
     }
 }
 
-/// Largest magnitude of a block; 0 if the block is empty, `None` if a value is NaN or infinite.
+/// The largest magnitude of a block. The result is 0 if the block is empty, and `None` if a value is NaN or infinite.
 #[inline]
 pub fn amax(x: &[f32]) -> Option<f32> {
     // Magnitudes have the same order as their bits read as integers; infinity and NaNs are above all others.

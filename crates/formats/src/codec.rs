@@ -11,8 +11,8 @@ use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind};
 use crate::scaling::{Correction, Scaling};
 
-/// How blocks of a format are quantized: a format, a scale rule and a rounding that are compatible, and the tensor scale if the format has
-/// one. The tensor scale is 1 until [`Codec::for_tensor`] or [`Codec::under`] sets it.
+/// A codec says how blocks are quantized. A codec consists of a format, a scale rule and a rounding that are compatible, and of the tensor
+/// scale if the format has one. The tensor scale is 1 until [`Codec::for_tensor`] or [`Codec::under`] sets it.
 ///
 /// ```
 /// use nibble_formats::{Codec, Format, Rounding, Scale, ScaleRule};
@@ -36,8 +36,8 @@ impl Codec {
     /// A codec of a block format.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a plain format or a rule that the format does not have; [`Error::Value`] for a dither above half a code
-    /// step.
+    /// [`Error::Unsupported`] if the format is plain or does not have this scale rule, and [`Error::Value`] if a dither is above half a
+    /// code step.
     pub fn new(format: Format, rule: ScaleRule, rounding: Rounding) -> Result<Codec> {
         let spec = format.spec();
         let unsupported =
@@ -55,11 +55,11 @@ impl Codec {
         Ok(Codec { format, params: BlockParams { element, rule, rounding, kind, scaling, block, tensor } })
     }
 
-    /// The same codec with this scaling.
+    /// The same codec with these options of the scale rule.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a choice without effect under this format and rule ([`Scaling::check`]), or for a correction without
-    /// nearest-even rounding.
+    /// [`Error::Unsupported`] if an option has no effect with this format and rule ([`Scaling::check`]), or if a correction is used without
+    /// rounding to nearest even.
     pub fn with(self, scaling: Scaling) -> Result<Codec> {
         scaling.check(self.format, self.params.rule)?;
         if scaling.correction != Correction::None && self.params.rounding != Rounding::NearestEven {
@@ -100,12 +100,12 @@ impl Codec {
         self.params.rounding
     }
 
-    /// Whether the codec needs random bits, either to round elements or to round corrected scales (never both).
+    /// Whether the codec needs random bits. A codec needs them to round elements or to round corrected scales, but never for both.
     pub fn draws(&self) -> bool {
         self.params.rounding.is_random() || self.params.scaling.draws()
     }
 
-    /// The stream of a tensor's random bits, with the purpose that this codec needs.
+    /// The stream of random bits for a tensor, with the purpose for which this codec uses random bits.
     pub fn drawn_from(&self, stream: Stream) -> Stream {
         match self.params.scaling.correction {
             Correction::None => stream,
@@ -113,7 +113,7 @@ impl Codec {
         }
     }
 
-    /// How scales are chosen within the scale rule.
+    /// The options of the scale rule.
     pub const fn scaling(&self) -> Scaling {
         self.params.scaling
     }
@@ -123,8 +123,9 @@ impl Codec {
         self.params.kind
     }
 
-    /// The same codec for a tensor whose largest magnitude is `amax`, before headroom. A NaN marks the whole tensor. The codec is unchanged
-    /// if the format has no tensor scale.
+    /// The same codec with the tensor scale of a tensor whose largest magnitude is `amax`, before this magnitude is multiplied by the
+    /// headroom. If `amax` is NaN, the tensor scale is NaN, which marks the whole tensor. The codec is unchanged if the format has no
+    /// tensor scale.
     pub fn for_tensor(self, amax: f32) -> Codec {
         if !self.params.kind.has_tensor_scale() {
             return self;
@@ -133,12 +134,12 @@ impl Codec {
         self.under_multipliers(self.format.spec().codec.tensor_scale(&self.params, amax))
     }
 
-    /// The number to which the largest magnitude of a tensor, with headroom, is scaled.
+    /// The number to which the tensor scale maps the largest magnitude of a tensor (times the headroom).
     pub fn tensor_most(&self) -> f32 {
         self.format.spec().codec.tensor_most(&self.params)
     }
 
-    /// The same codec for a tensor with this stored tensor scale.
+    /// The same codec for a tensor whose stored tensor scale is already known.
     pub fn under(self, tensor_scale: f32) -> Codec {
         self.under_multipliers([1.0 / tensor_scale, tensor_scale])
     }
@@ -148,13 +149,13 @@ impl Codec {
         Codec { params: BlockParams { tensor, ..self.params }, ..self }
     }
 
-    /// The same codec for a tensor in which a NaN or an infinity was found: the stored tensor scale becomes NaN.
+    /// The same codec for a tensor that contains a NaN or an infinity. The stored tensor scale of this codec is NaN.
     pub fn marked(self) -> Codec {
         self.under_multipliers([self.tensor_inv(), f32::NAN])
     }
 
-    /// The largest finite magnitude of these values, for [`Codec::for_tensor`]. If blocks have no scale that could be NaN, a NaN or an
-    /// infinity among the values makes the result NaN.
+    /// The largest finite magnitude of these values, for [`Codec::for_tensor`]. If a block has no scale that could mark a NaN, the result
+    /// is NaN if any value is NaN or infinite.
     pub fn tensor_amax(&self, x: impl Iterator<Item = f32>) -> f32 {
         let marks_all = self.params.kind.levels().is_empty();
         x.fold(0.0, |amax: f32, x| match x.is_finite() {
@@ -165,7 +166,7 @@ impl Codec {
         })
     }
 
-    /// The factor that replaces division by the tensor scale when values are encoded.
+    /// The factor by which values are multiplied when they are encoded, instead of being divided by the tensor scale.
     #[inline]
     pub const fn tensor_inv(&self) -> f32 {
         self.params.tensor_inv()
@@ -177,20 +178,20 @@ impl Codec {
         self.params.tensor_scale()
     }
 
-    /// [`BlockParams::scale_of`] for `amax` with headroom.
+    /// Multiplies `amax` by the headroom and returns [`BlockParams::scale_of`] of the product.
     #[inline]
     pub fn scale_of(&self, amax: f32) -> BlockScale {
         self.params.scale_of(self.params.scaling.headroom.over(amax))
     }
 
-    /// The code of value `i` of a block. `r` holds sixteen random bits, used only by stochastic roundings.
+    /// The code of value `i` of a block. The argument `r` contains sixteen random bits, which only stochastic roundings use.
     #[inline]
     pub fn encode(&self, x: f32, i: usize, scale: BlockScale, r: u16) -> u8 {
         let scaled = self.format.spec().codec.scaled(&self.params, x, i, scale);
         self.params.element.encode_rounded(scaled, self.params.rounding, r)
     }
 
-    /// The value of code `i` of a block: f32(element · scales), times the tensor scale.
+    /// The value that code `i` of a block represents: element · scales, rounded to F32, and multiplied by the tensor scale.
     #[inline]
     pub fn decode(&self, code: u8, i: usize, record: Scale) -> f32 {
         let multiplier = self.format.spec().codec.multiplier(&self.params, i, record);
@@ -198,8 +199,8 @@ impl Codec {
         if self.params.kind.has_tensor_scale() { value * self.tensor_scale() } else { value }
     }
 
-    /// The scale of a block with the largest magnitude `amax`. `amax` is `None` if a value is NaN or infinite; the scale is then NaN. If
-    /// scales belong to sub-blocks, a block longer than the format's also gets a NaN scale.
+    /// The scale of a block with the largest magnitude `amax`. If a value is NaN or infinite, `amax` is `None` and the scale is NaN. If the
+    /// format has scales per sub-block, a block that is longer than the block length of the format also gets a NaN scale.
     pub fn block_scale(&self, x: &[f32], amax: Option<f32>) -> BlockScale {
         let has_shares = self.params.kind.levels().len() > 1;
         match amax {
@@ -211,19 +212,20 @@ impl Codec {
         }
     }
 
-    /// The scale with which a finite block's codes are decoded; [`Correction`] may change it. `r` holds sixteen random bits of the block's
-    /// first element.
+    /// The scale with which the codes of a block without NaN or infinity are decoded. A [`Correction`] may make it differ from the scale of
+    /// encoding. The argument `r` contains sixteen random bits, those of the first element of the block.
     pub fn corrected(&self, x: &[f32], scale: BlockScale, r: u16) -> BlockScale {
         self.format.spec().codec.corrected(&self.params, x, scale, r)
     }
 
-    /// Quantizes one block of any length. Short blocks are extended by zeros, and 2-D blocks are passed as a whole. If the format has
-    /// scales per sub-block, a block longer than the format's gets a NaN scale.
+    /// Quantizes one block of any length. A short block is extended by zeros. A 2-D block is passed with all its values. If the format has
+    /// scales per sub-block, a block that is longer than the block length of the format gets a NaN scale.
     ///
     /// Writes one code per byte: `codes[i]` for `x[i]`. Codes past the end of `x` become 0; values past the end of `codes` affect only the
-    /// scale. `rand(i)` returns sixteen random bits for element `i`. Only stochastic roundings call `rand`; a corrected scale calls `rand`
-    /// for the first element only. A NaN or infinity anywhere makes the scale NaN and all codes 0. Returns the scale record, and whether
-    /// its scale is NaN (some rules also give a finite block a NaN scale if it is out of range).
+    /// scale. `rand(i)` returns sixteen random bits for element `i`. Only stochastic roundings call `rand`. If only the corrected scale is
+    /// rounded stochastically, `rand` is called only for the first element. If any value is NaN or infinite, the scale is NaN and all codes
+    /// are 0. Returns the scale record, and whether its scale is NaN (some rules also give a finite block a NaN scale if it is out of
+    /// range).
     pub fn quantize_block(
         &self,
         x: &[f32],

@@ -15,7 +15,7 @@ use crate::error::{Error, Result, find_by_name};
 use std::fmt;
 use std::str::FromStr;
 
-/// Which magnitude of a history determines the scale.
+/// Which magnitude of the history of a tensor determines its scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum AmaxOf {
     /// The largest magnitude of the history.
@@ -52,10 +52,10 @@ impl FromStr for AmaxOf {
     }
 }
 
-/// How the scale of a step follows from earlier steps.
+/// The rule of delayed scaling, by which the scale of a step follows from the magnitudes of earlier steps.
 ///
-/// The state of a tensor is a list of F32 values: the expected magnitude (0 if unknown), the index of the history entry that is written
-/// next, and the history as a ring buffer.
+/// The state of a tensor (its record) is a list of F32 values. The list has the expected magnitude (0 if unknown), the index of the history
+/// entry that is written next, and the history as a ring buffer.
 ///
 /// ```
 /// use nibble_formats::{AmaxOf, DelayedScaling};
@@ -70,11 +70,11 @@ impl FromStr for AmaxOf {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DelayedScaling {
-    /// Number of magnitudes in the history.
+    /// The number of magnitudes in the history of a tensor.
     pub history: u32,
-    /// Which magnitude determines the scale.
+    /// Which magnitude of the history determines the scale.
     pub amax: AmaxOf,
-    /// Number of powers of two between the expected magnitude and the format's largest number.
+    /// The number of powers of two by which the largest number of the format exceeds the scaled expected magnitude.
     pub margin: u32,
 }
 
@@ -93,13 +93,13 @@ impl DelayedScaling {
     pub const EXPECTED: usize = 0;
     /// Index, in a record, of the position in the history that is written next.
     pub const NEXT: usize = 1;
-    /// Index of the history's first value.
+    /// The index, in a record, of the first value of the history.
     pub const HISTORY: usize = 2;
 
     /// Checks `history` and `margin`.
     ///
     /// # Errors
-    /// [`Error::Value`] for an empty or too long history, or for too large a margin.
+    /// [`Error::Value`] if the history is empty or too long, or if the margin is too large.
     pub fn new(history: u32, amax: AmaxOf, margin: u32) -> Result<Self> {
         let value =
             |argument, got: u32, expected| Err(Error::Value { argument, got: got.to_string(), expected });
@@ -117,7 +117,7 @@ impl DelayedScaling {
         Self::HISTORY + self.history as usize
     }
 
-    /// Adds a step's largest magnitude to a record, which has [`record_len`](Self::record_len) values.
+    /// Adds the largest magnitude of a step to a record of [`record_len`](Self::record_len) values, and updates the expected magnitude.
     pub fn push(&self, record: &mut [f32], amax: f32) {
         if !(amax > 0.0 && amax.is_finite()) {
             return;

@@ -30,9 +30,10 @@ pub const fn inv(b: u8) -> f32 {
     if b == NAN { f32::NAN } else { decode(254 - b) }
 }
 
-/// How a block's scale follows from its largest magnitude `amax`.
+/// The rule by which the scale of a block follows from its largest magnitude `amax`.
 ///
-/// E is the exponent field of `amax`, and M its 23 mantissa bits; `max` and `emax` are those of the element:
+/// In the rules below, E is the exponent field of `amax`, and M contains its 23 mantissa bits. `max` is the largest number of the element
+/// type, and `emax` is its exponent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScaleRule {
     /// Maps amax to the largest element, as closely as the format's scales allow. F32 scales of FP8 blocks are max(amax / max, 2⁻¹²⁶).
@@ -93,10 +94,10 @@ impl std::str::FromStr for ScaleRule {
     }
 }
 
-/// The scale byte of a block whose largest magnitude is `amax` (the sign of `amax` is ignored), clamped to 0..=254; 0xFF if `amax` is NaN
-/// or infinite, and 0 if `amax` is zero.
+/// The E8M0 scale byte of a block whose largest magnitude is |`amax`|, clamped to 0..=254. The byte is 0xFF if `amax` is NaN or infinite,
+/// and 0 if `amax` is zero.
 ///
-/// For rules whose scales are not E8M0, the result is the byte of [`ScaleRule::Rceil`].
+/// For a rule whose scales are not E8M0, the method returns the byte of [`ScaleRule::Rceil`].
 #[inline]
 pub const fn encode(rule: ScaleRule, element: Element, amax: f32) -> u8 {
     let bits = amax.to_bits() & 0x7FFF_FFFF;

@@ -85,9 +85,9 @@ impl Element {
     pub const E2M3: Element = Element::of(&ElementFacts::float("e2m3", 6, 3, 1));
     /// FP6 with three exponent bits; codes 0..=63.
     pub const E3M2: Element = Element::of(&ElementFacts::float("e3m2", 6, 2, 3));
-    /// FP8 E4M3FN: largest 448, NaN, no infinity.
+    /// FP8 E4M3FN, whose largest number is 448, with a NaN and no infinity.
     pub const E4M3: Element = Element::of(&ElementFacts::float("e4m3", 8, 3, 7).ending_at(0x7E, 0x7F));
-    /// FP8 E5M2: largest 57344, NaN and infinity.
+    /// FP8 E5M2, whose largest number is 57344, with NaNs and infinities.
     pub const E5M2: Element =
         Element::of(&ElementFacts::float("e5m2", 8, 2, 15).ending_at(0x7B, 0x7F).with_infinity());
     /// Multiples of 1/64 from −127/64 to 127/64, in two's complement.
@@ -146,8 +146,8 @@ impl Element {
         self.facts().max_code
     }
 
-    /// The code of a NaN. E4M3 and E5M2 have a NaN (0x7F, whatever the sign). Other elements have no NaN and return 0, because a block with
-    /// a NaN has a NaN scale.
+    /// The code of a NaN. E4M3 and E5M2 have a NaN (0x7F, whatever the sign). For other elements, which have no NaN, the method returns 0,
+    /// because the scale of a block marks a NaN.
     #[inline]
     pub const fn nan_code(self) -> u8 {
         self.facts().nan_code
@@ -159,13 +159,13 @@ impl Element {
         self.facts().twos_complement
     }
 
-    /// Whether the code above [`max_code`](Self::max_code) is infinity; all other codes above `max_code` are NaN.
+    /// Whether the code after [`max_code`](Self::max_code) is infinity. All other codes above `max_code` are NaN.
     #[inline]
     pub const fn has_infinity(self) -> bool {
         self.facts().has_infinity
     }
 
-    /// Whether a code is zero, of either sign; bits above the code's width are ignored.
+    /// Whether a code represents +0 or −0. Bits above the width of the code are ignored.
     #[inline]
     pub const fn is_zero(self, code: u8) -> bool {
         let magnitude = if self.facts().twos_complement { 0xFF } else { (1u8 << (self.code_bits() - 1)) - 1 };
@@ -183,8 +183,9 @@ impl Element {
         }
     }
 
-    /// The nearest code; ties go to the even code. Infinities and magnitudes beyond [`max`](Self::max) saturate. Zero keeps its sign. A NaN
-    /// gives [`nan_code`](Self::nan_code).
+    /// Encodes `x` as the nearest code. If two codes are equally near, the result is the even code. If the magnitude exceeds
+    /// [`max`](Self::max) or is infinite, the result is the code of the largest magnitude. Zero keeps its sign. A NaN gives
+    /// [`nan_code`](Self::nan_code).
     #[inline]
     pub const fn encode(self, x: f32) -> u8 {
         let magnitude = x.to_bits() & 0x7FFF_FFFF;
@@ -221,15 +222,16 @@ impl Element {
         f32::from_bits(((127 + exponent) as u32) << 23)
     }
 
-    /// Stochastic rounding with sixteen random bits: the magnitude is rounded up iff `r < ⌊fraction · 2¹⁶⌋`. `fraction` is the distance
-    /// from the next lower code, in steps. Representable values never change. Saturation, NaN and zero are handled as in
+    /// Encodes by stochastic rounding with the sixteen random bits `r`: the magnitude is rounded up if and only if `r < ⌊fraction · 2¹⁶⌋`.
+    /// The fraction is the distance of the magnitude from the next lower code, divided by the distance between neighbouring codes.
+    /// Representable values never change. For numbers that saturate, NaN and zero, the result is the same as that of
     /// [`encode`](Self::encode).
     #[inline]
     pub fn encode_sr(self, x: f32, r: u16) -> u8 {
         self.encode_by(x, |s| u32::from(r) < s.fraction_q32 >> 16)
     }
 
-    /// Encodes with any rounding; only stochastic roundings use `r`.
+    /// Encodes with the given rounding. Only stochastic roundings use the random bits `r`.
     #[inline]
     pub fn encode_rounded(self, x: f32, rounding: Rounding, r: u16) -> u8 {
         const HALF: i64 = 1 << 31;
@@ -285,7 +287,7 @@ impl Element {
         Split { floor_code, fraction_q32, sticky }
     }
 
-    /// The value of a code; bits above the code's width are ignored.
+    /// The number that a code represents. Bits above the width of the code are ignored.
     #[inline]
     pub const fn decode(self, code: u8) -> f32 {
         let facts = self.facts();

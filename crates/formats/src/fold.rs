@@ -9,7 +9,8 @@ use crate::scale::ScaleNumber;
 
 impl Format {
     /// Whether the product of every code and its block's scales is a BF16 number, within the range of BF16's exponents. Tensor scales are
-    /// not included, because they multiply the output of a GEMM. False for formats whose decoded value is not this product.
+    /// not included, because they multiply the output of a GEMM. The result is false for formats in which a decoded value is not the
+    /// product of code and scales.
     pub fn folds_into_bf16(self, rule: ScaleRule) -> bool {
         let Some(element) = self.spec().element.filter(|_| self.spec().codec.decodes_by_levels()) else {
             return false;

@@ -25,7 +25,7 @@ macro_rules! formats {
             /// All formats; code that handles formats iterates over this list.
             pub const ALL: [Format; [$(Format::$name),*].len()] = [$(Format::$name),*];
 
-            /// The facts about the format.
+            /// The properties of the format, on which all other methods depend.
             #[inline]
             pub const fn spec(self) -> &'static FormatSpec {
                 match self {
@@ -99,13 +99,13 @@ impl Format {
         packed_bytes(self.spec().code_bits, cols)
     }
 
-    /// Number of scales of one row of `cols` values, including the scale of a short last block; 0 for plain formats.
+    /// The number of scale records of one row of `cols` values, including the record of a short last block; 0 for plain formats.
     pub const fn scales_per_row(self, cols: usize) -> usize {
         if self.is_block() { cols.div_ceil(self.spec().block) } else { 0 }
     }
 
-    /// The rounding that the format's definition prescribes under a rule. For HiFloat4, Ascend's convention rounds ties to even; the
-    /// authors' convention does not.
+    /// The rounding that the definition of the format prescribes for this scale rule. For HiFloat4, the scale rule of Ascend's convention
+    /// rounds ties to even, but the rule of the format's authors does not.
     pub fn rounding(self, rule: ScaleRule) -> Rounding {
         match rule {
             ScaleRule::Cann => Rounding::NearestEven,
@@ -113,13 +113,13 @@ impl Format {
         }
     }
 
-    /// The kind of scales in a block's scale record, under a rule.
+    /// The kinds of scales in the scale record of a block, by the scale rule.
     pub fn scale_kind(self, rule: ScaleRule) -> ScaleKind {
         (self.spec().scales)(rule)
     }
 
-    /// Values along this axis per scale record: the block length. For columns of a format with one scale per row, the result is 128,
-    /// because groups of rows start at multiples of 128 and each group has a scale.
+    /// The number of values along this axis that share a scale record, which is the block length. In a format with one scale per row, the
+    /// result for columns is 128, because each group of rows has its own scale and groups start at multiples of 128.
     pub const fn record_len(self, axis: BlockAxis) -> usize {
         match axis {
             BlockAxis::Col if self.spec().block == WHOLE_LINE => 128,
@@ -127,7 +127,8 @@ impl Format {
         }
     }
 
-    /// The multiple to which row counts are padded in column blocks, and at which groups of rows start: the values per scale record.
+    /// The number of values per scale record in column blocks. The number of rows is padded to a multiple of this number, and groups of
+    /// rows start at multiples of it.
     pub const fn column_step(self) -> usize {
         self.record_len(BlockAxis::Col)
     }

@@ -6,13 +6,13 @@
 use crate::error::{Error, Result};
 use crate::philox::Stream;
 
-/// Supported lengths of a transform block.
+/// The supported numbers of consecutive values that are transformed together.
 pub const LENGTHS: [usize; 4] = [16, 32, 64, 128];
 
-/// f32(1/√n), the only factor of a normalised transform.
+/// The factor 1/√n of a normalised transform, rounded to F32.
 ///
 /// # Errors
-/// [`Error::Shape`] for an `n` that is not one of [`LENGTHS`].
+/// [`Error::Shape`] if `n` is not one of [`LENGTHS`].
 pub fn inv_sqrt_len(n: usize) -> Result<f32> {
     match n {
         16 => Ok(0.25),
@@ -25,10 +25,11 @@ pub fn inv_sqrt_len(n: usize) -> Result<f32> {
     }
 }
 
-/// Transforms `x` in place, in blocks of `n` values: F32 butterflies with strides 1, 2, 4 …, then one multiplication by f32(1/√n).
+/// Applies the Hadamard transform to each block of `n` values of `x`, in place. The function computes F32 butterflies with the strides 1,
+/// 2, 4 …, and then multiplies each value once by 1/√n, rounded to F32.
 ///
 /// # Errors
-/// [`Error::Shape`] for an `n` that is not one of [`LENGTHS`], or an `x` that is not a whole number of blocks.
+/// [`Error::Shape`] if `n` is not one of [`LENGTHS`], or if the length of `x` is not a multiple of `n`.
 pub fn hadamard(x: &mut [f32], n: usize) -> Result<()> {
     let factor = inv_sqrt_len(n)?;
     check_whole_blocks(x.len(), n)?;
@@ -51,7 +52,7 @@ pub fn rht(x: &mut [f32], signs: &[f32], n: usize) -> Result<()> {
     hadamard(x, n)
 }
 
-/// Undoes [`rht`]: applies the transform, then the signs.
+/// The inverse of [`rht`], which applies the Hadamard transform first and then multiplies by the signs.
 ///
 /// # Errors
 /// [`Error::Shape`] in the cases of [`rht`].

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 
-/// The direction of a block's values, in a logical row-major matrix.
+/// The direction in which the values of a block are neighbours in the logical row-major matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BlockAxis {
     /// 1 × B along the contiguous axis.
@@ -46,7 +46,7 @@ pub const TILE_ROWS: usize = 128;
 /// Columns of a 128×4 tile of scales.
 pub const TILE_COLS: usize = 4;
 
-/// Memory order of a matrix of scales `[rows][cols]`, in which a column is a block.
+/// The memory order of a matrix of scales `[rows][cols]`, which has one column per block along a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum ScaleLayout {
     /// `[rows][cols]`, dense; a row's scales are contiguous, so they are copied with the row.
@@ -71,7 +71,7 @@ impl ScaleLayout {
         }
     }
 
-    /// Number of scales stored, padding included; `scale_bytes` is the size of one scale.
+    /// The number of scales that are stored, including padding. `scale_bytes` is the size of one scale in bytes.
     pub const fn len(self, rows: usize, cols: usize, scale_bytes: usize) -> usize {
         match self {
             ScaleLayout::RowMajor => rows * cols,
@@ -80,7 +80,7 @@ impl ScaleLayout {
         }
     }
 
-    /// Position, counted in scales, of the scale of (`row`, `col`) in a matrix of `rows` × `cols`.
+    /// The index at which the scale of (`row`, `col`) in a matrix of `rows` × `cols` scales is stored.
     #[inline]
     pub const fn offset(self, row: usize, col: usize, rows: usize, cols: usize, scale_bytes: usize) -> usize {
         match self {
@@ -90,10 +90,10 @@ impl ScaleLayout {
         }
     }
 
-    /// Rearranges a row-major matrix of scales into this layout; padding becomes `T::default()`.
+    /// Copies a row-major matrix of scales into this layout. Padding is set to `T::default()`.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless `row_major` holds rows · cols scales.
+    /// [`Error::Shape`] if `row_major` does not have rows · cols scales.
     pub fn arrange<T: Copy + Default>(self, row_major: &[T], rows: usize, cols: usize) -> Result<Vec<T>> {
         check_len("row_major", row_major.len(), rows * cols)?;
         let bytes = size_of::<T>();
@@ -135,13 +135,14 @@ impl std::str::FromStr for ScaleLayout {
     }
 }
 
-/// Distance, in scales, between two columns of [`ScaleLayout::MnMajor`]: `rows` scales, rounded up to 16 bytes.
+/// The distance in scales between two columns of [`ScaleLayout::MnMajor`]. The distance is `rows`, rounded up so that a column has a
+/// multiple of 16 bytes.
 pub const fn mn_major_stride(rows: usize, scale_bytes: usize) -> usize {
     rows.next_multiple_of(if scale_bytes == 0 { 1 } else { 16usize.div_ceil(scale_bytes) })
 }
 
-/// Position of the scale (`row`, `col`) in the 128×4 tiles of a matrix with `cols` columns. Within a tile, the position is (row % 32) · 16
-/// + (row / 32) · 4 + col; tiles are row-major.
+/// Position of the scale (`row`, `col`) in the 128×4 tiles of a matrix with `cols` columns. Within a tile, the position of (row, col) is
+/// (row % 32) · 16 + (row / 32) · 4 + col. The tiles are in row-major order.
 #[inline]
 pub const fn tiled_128x4_offset(row: usize, col: usize, cols: usize) -> usize {
     let tile = (row / TILE_ROWS) * cols.div_ceil(TILE_COLS) + col / TILE_COLS;

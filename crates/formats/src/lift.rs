@@ -17,10 +17,10 @@ use crate::format::Format;
 use crate::layout::BlockAxis;
 use crate::scale::ScaleKind;
 
-/// Number of values that share the scale of a lifted block.
+/// The number of values that share a scale after a conversion to E4M3 (lift).
 pub const LIFTED_BLOCK: usize = 128;
 
-/// The conversion of an element whose codes are E4M3 numbers times a power of two.
+/// The conversion of codes to E4M3 (lift), for an element type whose numbers are E4M3 numbers times a power of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lift {
     element: Element,
@@ -35,8 +35,8 @@ impl Lift {
         None => panic!("E4M3 holds E2M1"),
     };
 
-    /// The lift of an element whose codes are all E4M3 numbers: at most four significant bits, and none above 448. `None` for other
-    /// elements.
+    /// The lift of an element type whose numbers are all E4M3 numbers, because they have at most four significant bits and do not exceed
+    /// 448. `None` for other elements.
     pub const fn of(element: Element) -> Option<Lift> {
         let most = Element::E4M3;
         // `numbers` is false for elements with a NaN, and for integers in two's complement.
@@ -61,26 +61,29 @@ impl Lift {
         self.element
     }
 
-    /// Base-2 logarithm of the ratio of the largest source scale to the lifted scale.
+    /// The base-2 logarithm of the ratio of the largest source scale to the scale of the lifted block.
     pub const fn headroom_log2(self) -> u8 {
         self.headroom_log2
     }
 
-    /// Powers of two below the largest source scale within which every code is exact.
+    /// The number of powers of two by which a source scale may be below the largest source scale of the block, so that every code is still
+    /// converted exactly.
     pub const fn octaves(self) -> u8 {
         self.octaves
     }
 
-    /// The scale byte of a lifted block: the largest source byte other than 0xFF, minus the headroom, but at least 0. The result is 0 if
-    /// all bytes are 0xFF or there are none.
+    /// The scale byte of a lifted block, which is the largest source byte other than 0xFF minus the headroom, but at least 0. The result is
+    /// 0 if there are no source bytes, or if all of them are 0xFF.
     pub fn target(self, bytes: impl Iterator<Item = u8>) -> u8 {
         shift_target(bytes).saturating_sub(self.headroom_log2)
     }
 
-    /// Converts a code with the scale byte `source` to an E4M3 code with the scale byte `target`. Also returns whether the value changed.
+    /// Converts a code with the scale byte `source` to an E4M3 code with the scale byte `target`. The function also returns whether the
+    /// represented value changed.
     ///
-    /// Zeros keep their sign. A NaN source (0xFF) gives 0x7F, which counts as unchanged. All targets are allowed. A target further below
-    /// `source` than the headroom saturates; [`target`](Self::target) never returns such a target.
+    /// Zeros keep their sign. If `source` is 0xFF (NaN), the result is the code 0x7F, which counts as unchanged. All targets are allowed.
+    /// If `target` is below `source` by more than the headroom, large values saturate. [`target`](Self::target) never returns such a scale
+    /// byte.
     #[inline]
     pub fn code(self, code: u8, source: u8, target: u8) -> (u8, bool) {
         if source == e8m0::NAN || target == e8m0::NAN {
@@ -90,7 +93,7 @@ impl Lift {
     }
 
     /// The results of [`code`](Self::code) for all six-bit codes (for four-bit codes the upper two bits are ignored). Bit `c` of the mask
-    /// is set if code `c` changes, so one look-up per code converts a block.
+    /// is set if the value of code `c` changes. With this table, one look-up per code converts a block.
     pub fn table(self, source: u8, target: u8) -> ([u8; 64], u64) {
         let mut changed = 0;
         let table = std::array::from_fn(|c| {
@@ -106,8 +109,9 @@ impl Format {
     /// The format and rule of a lift's result: E4M3 in blocks of [`LIFTED_BLOCK`] with power-of-two scales.
     pub const LIFTED: (Format, ScaleRule) = (Format::E4m3, ScaleRule::Rceil);
 
-    /// The lift to E4M3 with one power of two per [`LIFTED_BLOCK`] values; `None` if no lift exists. A lift requires blocks along rows or
-    /// columns whose length is a proper divisor of [`LIFTED_BLOCK`], only power-of-two scales, and an element that E4M3 can represent.
+    /// The conversion to E4M3 with one power-of-two scale per [`LIFTED_BLOCK`] values (lift); `None` if the format has no lift. A lift
+    /// requires power-of-two scales only, an element type that E4M3 can represent, and blocks along rows or columns whose length is a
+    /// proper divisor of [`LIFTED_BLOCK`].
     pub fn lift(self, rule: ScaleRule, axis: BlockAxis) -> Option<Lift> {
         let spec = self.spec();
         let shorter = spec.block < LIFTED_BLOCK && LIFTED_BLOCK.is_multiple_of(spec.block);
@@ -117,13 +121,15 @@ impl Format {
     }
 }
 
-/// The scale byte that E4M3 row blocks share after conversion to column blocks: the largest byte other than 0xFF, or 0 if there is none.
+/// The scale byte of a column block that is converted from E4M3 row blocks. The result is the largest scale byte of the row blocks other
+/// than 0xFF, or 0 if there is no such byte.
 pub fn shift_target(bytes: impl Iterator<Item = u8>) -> u8 {
     bytes.filter(|&b| b != e8m0::NAN).max().unwrap_or(0)
 }
 
-/// Converts an E4M3 code to a scale that is 2^`octaves` times larger. The exponent decreases; the value is rounded to the nearest
-/// subnormal, ties to even, or to a signed zero. A NaN code is returned unchanged. Also returns whether the value changed.
+/// Converts an E4M3 code to the code of the same value under a scale that is 2^`octaves` times larger. The exponent of the code decreases.
+/// If it becomes too small, the result is rounded to the nearest subnormal (ties to even) or to a signed zero. A NaN code is returned
+/// unchanged. The function also returns whether the represented value changed.
 #[inline]
 pub fn shift_e4m3(code: u8, octaves: u32) -> (u8, bool) {
     let value = Element::E4M3.decode(code);
@@ -133,8 +139,8 @@ pub fn shift_e4m3(code: u8, octaves: u32) -> (u8, bool) {
     rescale(value, -(octaves.min(64) as i32))
 }
 
-/// [`shift_e4m3`] from the scale byte `source` to the scale byte `target`. A NaN source (0xFF) gives 0x7F. If `target` is below `source`,
-/// the exponent increases instead, and large values saturate.
+/// Like [`shift_e4m3`], from the scale byte `source` to the scale byte `target`. A NaN source (0xFF) gives 0x7F. If `target` is below
+/// `source`, the exponent of the code increases instead, and large values saturate.
 #[inline]
 pub fn shift_code(code: u8, source: u8, target: u8) -> (u8, bool) {
     let value = Element::E4M3.decode(code);

@@ -14,7 +14,7 @@ const ROUND_TO_INTEGER: f32 = 12_582_912.0;
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
 
-/// e^x. The result is infinity above 88.72 and 0 below −104; subnormal results are rounded once.
+/// e^x. The result is infinity for x above 88.72 and 0 for x below −104. A subnormal result is rounded once.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     let clamped = x.clamp(-104.0, 89.0); // a NaN stays NaN
@@ -42,7 +42,7 @@ fn power_of_two(n: i32) -> f32 {
     f32::from_bits(((n + 127) as u32) << 23)
 }
 
-/// Natural logarithm. The result is −infinity at ±0 and NaN below 0; subnormal arguments are as accurate as others.
+/// Natural logarithm. The result is −infinity for ±0 and NaN for negative x. The result is as accurate for subnormal x as for normal x.
 #[inline(always)]
 pub fn log(x: f32) -> f32 {
     const SQRT_HALF_BITS: i32 = 0x3F35_04F3;
@@ -69,7 +69,7 @@ pub fn log(x: f32) -> f32 {
     if x < 0.0 || x.is_nan() { f32::NAN } else { value }
 }
 
-/// 1 / (1 + e^−x), without overflow for positive or negative x.
+/// The sigmoid 1 / (1 + e^−x), which is computed without overflow for positive and negative x.
 #[inline(always)]
 pub fn sigmoid(x: f32) -> f32 {
     let z = exp(-x.abs());
@@ -117,7 +117,7 @@ pub fn gelu_derivative(x: f32) -> f32 {
     x.mul_add(density, cdf)
 }
 
-/// 1/√x, with two IEEE roundings: the square root and the division.
+/// 1/√x, computed by an IEEE square root and an IEEE division, each of which rounds.
 #[inline(always)]
 pub fn rsqrt(x: f32) -> f32 {
     1.0 / x.sqrt()

@@ -8,10 +8,10 @@ pub const fn packed_bytes(bits: u32, codes: usize) -> usize {
     if bits.is_multiple_of(8) { codes * (bits / 8) as usize } else { (codes * bits as usize).div_ceil(8) }
 }
 
-/// Packs codes that are given one per byte; the bits above the lowest `bits` are ignored.
+/// Packs codes that are given one per byte. Only the lowest `bits` bits of each byte are used.
 ///
 /// # Errors
-/// [`Error::Shape`] unless `packed` has [`packed_bytes`] bytes, and `bits` is 1 to 8.
+/// [`Error::Shape`] if `packed` does not have [`packed_bytes`] bytes, or `bits` is not 1 to 8.
 pub fn pack_codes(bits: u32, codes: &[u8], packed: &mut [u8]) -> Result<()> {
     check(bits, codes.len(), packed.len())?;
     if bits == 8 {

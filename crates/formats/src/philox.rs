@@ -26,7 +26,7 @@ pub const fn philox4x32_10(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     [c0, c1, c2, c3]
 }
 
-/// The 32-bit FNV-1a hash of a tensor's canonical name. The hash is the tensor's `site`.
+/// The 32-bit FNV-1a hash of a tensor's canonical name. This hash is the `site` of the tensor in a [`Stream`].
 pub const fn fnv1a32(name: &str) -> u32 {
     let bytes = name.as_bytes();
     let mut hash = 0x811C_9DC5u32;
@@ -38,7 +38,7 @@ pub const fn fnv1a32(name: &str) -> u32 {
     hash
 }
 
-/// What random numbers are used for; different purposes never share bits.
+/// What random bits are used for. Streams with different purposes never have the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum Purpose {
@@ -64,17 +64,17 @@ impl Purpose {
 
 /// Random bits for one combination of seed, purpose, site and step, indexed by element.
 ///
-/// Element `e` of a tensor is `row_id · cols + col`, a logical index that is global over ranks and micro-batches. `u16_at`, `u32_at` and
-/// the other widths read the same Philox blocks; use only one width per stream.
+/// Element `e` of a tensor is `row_id · cols + col`, a logical index that is global over ranks and micro-batches. The methods for different
+/// widths, such as `u16_at` and `u32_at`, read the same Philox blocks, so a stream should be read with one width only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stream {
-    /// Seed of the run: the Philox key, low word first.
+    /// The seed of the run, which is the Philox key, with the low word first.
     pub seed: u64,
     /// Purpose of the random bits.
     pub purpose: Purpose,
     /// [`fnv1a32`] of the tensor's canonical name.
     pub site: u32,
-    /// Training step; 0 if the bits do not change with the step.
+    /// The training step, or 0 if the random bits do not change from step to step.
     pub step: u32,
 }
 
@@ -84,14 +84,16 @@ impl Stream {
         Stream { seed, purpose, site, step }
     }
 
-    /// The `q`-th block of 128 bits (`q` modulo 2⁴⁸). The counter is (q low, q high16 | purpose « 16, site, step).
+    /// The `q`-th block of 128 bits (`q` modulo 2⁴⁸). The four words of the Philox counter are the low 32 bits of q, the high 16 bits of q
+    /// with the purpose in the upper half, the site, and the step.
     #[inline]
     pub const fn block(&self, q: u64) -> [u32; 4] {
         let high = ((q >> 32) as u32 & 0xFFFF) | (self.purpose as u32) << 16;
         philox4x32_10([q as u32, high, self.site, self.step], [self.seed as u32, (self.seed >> 32) as u32])
     }
 
-    /// Sixteen bits for element `e`: from block e / 8, with the low half of each word first.
+    /// The sixteen random bits for element `e`. These bits are one half of a word of Philox block e / 8, where the low half of each word
+    /// comes first.
     #[inline]
     pub const fn u16_at(&self, e: u64) -> u16 {
         half_word(&self.block(e / 8), (e % 8) as usize)
@@ -110,7 +112,7 @@ impl Stream {
         }
     }
 
-    /// Thirty-two bits for element `e`: word e % 4 of block e / 4.
+    /// The thirty-two random bits for element `e`, which are word e % 4 of Philox block e / 4.
     #[inline]
     pub const fn u32_at(&self, e: u64) -> u32 {
         self.block(e / 4)[(e % 4) as usize]
@@ -134,8 +136,8 @@ const fn half_word(words: &[u32; 4], i: usize) -> u16 {
     (words[i / 2] >> (16 * (i % 2))) as u16
 }
 
-/// A standard normal number from 32 uniform bits, by the inverse of the distribution function. The top bit is the sign, and the other bits
-/// are a probability p = (bits + ½)/2³² in (0, ½). The magnitude is −Φ⁻¹(p), computed with Acklam's rational approximations (relative error
+/// A standard normal number from 32 uniform bits, by the inverse of the distribution function. The top bit is the sign. The other bits give
+/// a probability p = (bits + ½)/2³² in (0, ½). The magnitude is −Φ⁻¹(p), computed with Acklam's rational approximations (relative error
 /// 1.2e-9) in double precision and rounded to single. Φ(result) is within a relative error of 2e-6 of p, and |result| ≤ 6.34. The function
 /// uses only IEEE +, ·, /, √ and [`math::log`], so the bits are the same on every machine.
 pub fn normal_from_bits(bits: u32) -> f32 {

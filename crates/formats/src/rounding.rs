@@ -2,7 +2,8 @@
 
 use crate::error::{Error, Result};
 
-/// How an element between two codes is rounded. All roundings saturate and keep the sign of zero.
+/// How a number between two neighbouring codes is rounded to one of them. Each rounding saturates at the largest magnitude, and keeps the
+/// sign of zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Rounding {
     /// To the nearest code, ties to the even code.
@@ -24,7 +25,7 @@ impl Rounding {
     /// All roundings without a parameter.
     pub const PLAIN: [Rounding; 3] = [Rounding::NearestEven, Rounding::NearestAway, Rounding::Stochastic];
 
-    /// A dither of `delta` code steps.
+    /// A rounding with a dither of `delta` code steps, where a code step is the distance between neighbouring codes.
     ///
     /// # Errors
     /// [`Error::Value`] unless 0 ≤ `delta` ≤ 0.5.

@@ -10,7 +10,7 @@
 use crate::e8m0;
 use crate::element::Element;
 
-/// The scale record of one block: its bytes, read as a little-endian number. A [`ScaleKind`] defines their meaning.
+/// The scale record of one block: its bytes, read as a little-endian number. A [`ScaleKind`] defines the meaning of these bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Scale(pub u64);
 
@@ -26,7 +26,7 @@ impl Scale {
     }
 }
 
-/// A kind of number in a hierarchy of scales.
+/// The number format of one scale in a hierarchy of scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScaleNumber {
     /// A power of two, 2^(byte − 127); 0xFF is NaN.
@@ -94,17 +94,17 @@ const fn e6m2(byte: u8) -> f32 {
     f32::from_bits(exponent << 23 | ((byte & 3) as u32) << 21)
 }
 
-/// One level of a hierarchy: `count` numbers per block, each for an equal part of the block's values.
+/// One level of a hierarchy of scales. A block has `count` numbers of this level, each for an equal part of the values of the block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ScaleLevel {
     /// The kind of the level's numbers.
     pub number: ScaleNumber,
-    /// How many of these numbers a block's scale record holds.
+    /// The number of scales of this level in the scale record of a block.
     pub count: u32,
 }
 
-/// A hierarchy of scales: the levels of a block's scale record, starting at its lowest bit, and whether all blocks of a tensor also share
-/// one F32.
+/// A hierarchy of scales. A hierarchy consists of the levels in the scale record of a block, starting at the lowest bit of the record, and
+/// of a flag that says whether all blocks of a tensor also share one F32 scale.
 ///
 /// ```
 /// use nibble_formats::{Scale, ScaleKind};
@@ -142,7 +142,7 @@ impl ScaleKind {
     /// No scale per block.
     pub const NONE: ScaleKind = ScaleKind::of(&[]);
 
-    /// A hierarchy of these levels, which have at most 64 bits together.
+    /// Creates a hierarchy of these levels, whose scales have at most 64 bits per block in total.
     pub const fn of(levels: &'static [ScaleLevel]) -> ScaleKind {
         let (mut bits, mut i) = (0, 0);
         while i < levels.len() {
@@ -174,8 +174,8 @@ impl ScaleKind {
         self.bytes
     }
 
-    /// Factor by which the code of value `i` of a block of `block` values is multiplied, without the tensor scale: the product over all
-    /// levels.
+    /// The factor by which the code of value `i` in a block of `block` values is multiplied, which is the product of the scales of all
+    /// levels without the tensor scale.
     #[inline]
     pub fn multiplier(self, record: Scale, i: usize, block: usize) -> f32 {
         if let [ScaleLevel { number, count: 1 }] = self.levels {
@@ -191,7 +191,7 @@ impl ScaleKind {
         product
     }
 
-    /// Writes [`multiplier`](Self::multiplier) for the first values of a block of `block` values.
+    /// Writes the results of [`multiplier`](Self::multiplier) for values from the start of a block of `block` values.
     pub fn multipliers(self, record: Scale, block: usize, out: &mut [f32]) {
         out.fill(1.0);
         let mut first_bit = 0;
@@ -221,7 +221,7 @@ impl ScaleKind {
             .is_some_and(|first| first.number.decode(number_at(record, 0, first.number.bits())).is_nan())
     }
 
-    /// The scale record of padding, in which every number is the smallest of its kind.
+    /// The scale record of padding, in which every scale is the smallest number of its format.
     pub const fn least(self) -> Scale {
         match self.levels {
             [first, ..] => Scale(first.number.least() as u64),
@@ -272,7 +272,7 @@ impl<'a> ScalePlane<'a> {
         }
     }
 
-    /// The factor of scale record `i`, for a kind with one number per block.
+    /// The factor that scale record `i` represents, for a kind with one scale per block.
     #[inline(always)]
     pub fn value(self, i: usize) -> f32 {
         self.kind.multiplier(self.get(i), 0, 1)

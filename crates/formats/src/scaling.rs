@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result, find_by_name};
 
-/// How scales are chosen within a scale rule. The default is the format's standard definition.
+/// How scales are chosen within a scale rule. The default options give the standard definition of the format.
 ///
 /// ```
 /// use nibble_formats::{Codec, Format, Headroom, Rounding, ScaleRule, Scaling};
@@ -16,20 +16,20 @@ use crate::error::{Error, Result, find_by_name};
 pub struct Scaling {
     /// Factor by which the largest magnitude of a block or tensor is multiplied before a scale is chosen.
     pub headroom: Headroom,
-    /// Magnitudes from which sub-blocks get another factor of two.
+    /// The magnitudes from which sub-blocks get an additional factor of two.
     pub thresholds: Thresholds,
     /// The candidate scales among which a block chooses the best.
     pub candidates: Candidates,
     /// Rounding of the tensor scale.
     pub outer: Outer,
-    /// Factor by which a block's scale is corrected after its values are rounded.
+    /// How the scale of a block is corrected after its values are rounded.
     pub correction: Correction,
-    /// The values of a weight that share scales.
+    /// Which values of a weight share scales.
     pub block: BlockShape,
 }
 
-/// A factor from 1 to 2 in steps of 1/16. The largest magnitude of a block or tensor is multiplied by this factor when a scale is chosen.
-/// The multiplication is in F32 and saturates at the largest number.
+/// The headroom, which is a factor from 1 to 2 in steps of 1/16. The largest magnitude of a block or tensor is multiplied by this factor
+/// when a scale is chosen. The multiplication is in F32 and saturates at the largest number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Headroom(pub(crate) u8);
 
@@ -63,7 +63,7 @@ impl Headroom {
         self.0 as f32 / 16.0
     }
 
-    /// A finite magnitude times the factor; NaN and infinity stay unchanged.
+    /// Multiplies a finite magnitude by the factor. NaN and infinity are returned unchanged.
     #[inline]
     pub fn over(self, amax: f32) -> f32 {
         if amax.is_finite() { (amax * self.factor()).clamp(-f32::MAX, f32::MAX) } else { amax }
@@ -147,7 +147,7 @@ impl Thresholds {
         }
     }
 
-    /// Whether values are multiplied by the scale's reciprocal in F32, instead of in BF16.
+    /// Whether values are multiplied by the reciprocal of the scale in F32 instead of BF16.
     #[inline]
     pub const fn divides(self) -> bool {
         matches!(self, Thresholds::OfLargestCode)
@@ -218,16 +218,16 @@ named! {
 }
 
 impl Correction {
-    /// The ratio of a block's scale to the scale without saturation, before rounding: 0.93 · 17/16.
+    /// The ratio of the scale of a block to the scale with which no value saturates, before rounding. The ratio is 0.93 · 17/16.
     pub const CLIP: f32 = 0.93 * 17.0 / 16.0;
 }
 
 impl Scaling {
-    /// The names of the choices in recipes.
+    /// The names of the options in recipes.
     pub const KEYS: [&'static str; 6] =
         ["headroom", "thresholds", "candidates", "outer", "correction", "block"];
 
-    /// Names and values of the choices that differ from the defaults.
+    /// The names and values of the options that differ from the defaults.
     pub fn chosen(&self) -> impl Iterator<Item = (&'static str, String)> {
         let values = |of: &Scaling| {
             let Scaling { headroom, thresholds, candidates, outer, correction, block } = of;
@@ -242,7 +242,8 @@ impl Scaling {
             .map(|(key, (is, _))| (key, is))
     }
 
-    /// The choices of [`Scaling::chosen`] in words. A correction and the shape of blocks are named by their values alone.
+    /// The options of [`Scaling::chosen`] as a text. For a correction and for the shape of blocks, the text contains only the value and not
+    /// the name of the option.
     pub fn in_words(&self) -> impl Iterator<Item = String> {
         self.chosen().map(|(key, value)| match key {
             "correction" | "block" => value,
@@ -250,7 +251,7 @@ impl Scaling {
         })
     }
 
-    /// Whether scales need random bits.
+    /// Whether random bits are needed to round scales.
     pub fn draws(&self) -> bool {
         self.correction != Correction::None
     }
@@ -260,12 +261,12 @@ impl Scaling {
         self.block == BlockShape::Square
     }
 
-    /// Whether all choices are the defaults, which define the format's standard results.
+    /// Whether all options have their defaults, which give the standard results of the format.
     pub fn is_default(&self) -> bool {
         *self == Scaling::default()
     }
 
-    /// Whether the choices for block scales are the defaults; the choice for the tensor scale may differ.
+    /// Whether all options for block scales have their defaults. The option for the tensor scale may differ from its default.
     pub fn is_default_in_blocks(&self) -> bool {
         Scaling { outer: Outer::default(), ..*self }.is_default()
     }

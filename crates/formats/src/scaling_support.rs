@@ -8,15 +8,15 @@ use crate::scale::ScaleNumber;
 use crate::scaling::{Headroom, Scaling, Thresholds};
 
 impl Scaling {
-    /// The scaling that makes stochastic rounding and `dither:0.5` unbiased: the smallest headroom with which no code saturates. The result
-    /// is valid while a block's scale is a normal number of its kind. `None` for plain formats, for rules that a format does not have, and
-    /// for `cann`, which rounds products before codes.
+    /// The options with which stochastic rounding and `dither:0.5` are unbiased. Their headroom is the smallest with which no code
+    /// saturates. The rounding is unbiased only for blocks whose scale is a normal (not subnormal) number of its format. `None` for plain
+    /// formats, for rules that a format does not have, and for `cann`, which rounds products before codes.
     ///
     /// A scale rounded to nearest with m mantissa bits is too small by a factor of at most 1 + 2^-(m+1). HiFloat4's scale is first rounded
-    /// to eight bits and computed with 1/7 in BF16. Together these give 1.125 · 512/511 · (1 + 2^-9), so a headroom of 1.125 is too small,
-    /// and the next sixteenth, 1.1875, is enough. The headroom of power-of-two rules follows from the largest element: scaled magnitudes
-    /// are below 2^(emax + 1) under `floor`, and half a step smaller under `even`. If F32 operations precede the encoding, their rounding
-    /// errors may exceed the largest code.
+    /// to eight bits and computed with 1/7 in BF16. Together, these roundings require a headroom of 1.125 · 512/511 · (1 + 2^-9), so 1.125
+    /// is too small, and the next larger sixteenth, 1.1875, is enough. The headroom of power-of-two rules follows from the largest element:
+    /// scaled magnitudes are below 2^(emax + 1) under `floor`, and half a step smaller under `even`. If F32 operations precede the
+    /// encoding, their rounding errors may exceed the largest code.
     pub fn unbiased(format: Format, rule: ScaleRule) -> Option<Scaling> {
         let spec = format.spec();
         let element = spec.element.filter(|_| spec.rules.contains(&rule) && rule != ScaleRule::Cann)?;
@@ -32,10 +32,10 @@ impl Scaling {
         Some(Scaling { headroom, thresholds, ..Scaling::default() })
     }
 
-    /// Refuses a choice that has no effect for a format under a rule, or that is impossible; the error names the choice.
+    /// Returns an error if an option has no effect for this format and scale rule, or if it is impossible. The error names the option.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a choice that has no effect or is impossible.
+    /// [`Error::Unsupported`] if an option has no effect or is impossible.
     pub fn check(&self, format: Format, rule: ScaleRule) -> Result<()> {
         let (spec, kind) = (format.spec(), format.scale_kind(rule));
         let has_records = format.is_block() && !kind.levels().is_empty();

@@ -9,36 +9,37 @@ use crate::element::Element;
 use crate::rounding::Rounding;
 use crate::scale::ScaleKind;
 
-/// The block length that stands for one scale per whole row or column.
+/// The value of the block length that means one scale per whole row or column.
 pub const WHOLE_LINE: usize = usize::MAX;
 
-/// The facts about a format, which all other code reads, and the format's codec.
+/// The properties of a format, which all other code reads, and the functions that encode and decode its blocks.
 #[derive(Clone, Copy, Debug)]
 pub struct FormatSpec {
     /// The name in recipes and on the command line.
     pub name: &'static str,
     /// Element format of the codes; `None` for plain formats.
     pub element: Option<Element>,
-    /// Bits of a value's code (or of the plain value).
+    /// The number of bits of a code, or of a value in a plain format.
     pub code_bits: u32,
-    /// Number of values along the contraction that share a scale record; 1 for plain formats, [`WHOLE_LINE`] for all values of a row.
+    /// The number of values along the contraction that share a scale record. The number is 1 for plain formats, and [`WHOLE_LINE`] if all
+    /// values of a row share a scale.
     pub block: usize,
-    /// The valid scale rules, the default first; empty for plain formats.
+    /// The scale rules that the format has, beginning with the default rule. The list is empty for plain formats.
     pub rules: &'static [ScaleRule],
     /// The rounding in the format's definition. [`Format::rounding`](crate::Format::rounding) also takes the scale rule into account.
     pub rounding: Rounding,
-    /// Whether 2-D blocks, `block` × `block`, may share a scale.
+    /// Whether a 2-D block of `block` × `block` values may share one scale.
     pub tiles: bool,
     /// Whether [`BlockShape::Square`](crate::BlockShape::Square) is supported: 2-D blocks, `block` × `block`, whose rows share scales and store
     /// separate records ([`Codec::quantize_square`](crate::Codec::quantize_square)).
     pub squares: bool,
-    /// Whether [`Thresholds`](crate::Thresholds) decide which sub-blocks double the scale.
+    /// Whether [`Thresholds`](crate::Thresholds) determine which sub-blocks get twice the scale.
     pub has_thresholds: bool,
     /// Whether a block may choose among several scales ([`Candidates`](crate::Candidates)).
     pub has_candidates: bool,
     /// Whether the rounding error may be used to correct a block's scale ([`Correction`](crate::Correction)).
     pub has_correction: bool,
-    /// The hierarchy of scales under a scale rule.
+    /// The function that returns the hierarchy of scales for a scale rule.
     pub scales: fn(ScaleRule) -> ScaleKind,
     /// The arithmetic of a block.
     pub codec: &'static dyn BlockCodec,

@@ -17,12 +17,12 @@ pub struct Square<'a> {
 }
 
 impl<'a> Square<'a> {
-    /// A 2-D block with rows of `width` values. The lines of the block are its rows.
+    /// A 2-D block with rows of `width` values. The lines of the returned block are its rows.
     pub const fn new(x: &'a [f32], width: usize) -> Self {
         Self { x, width, is_turned: false }
     }
 
-    /// The same 2-D block, with the columns as lines.
+    /// The same 2-D block, but its lines are its columns.
     #[must_use]
     pub const fn turned(self) -> Self {
         Self { is_turned: !self.is_turned, ..self }
@@ -38,8 +38,8 @@ impl<'a> Square<'a> {
         if self.is_turned { self.width } else { self.x.len() / self.width.max(1) }
     }
 
-    /// The largest magnitude among the values at the positions `places` of the lines `lines`. Places and lines outside the 2-D block are
-    /// ignored; 0 if no value is left.
+    /// The largest magnitude among the values at the positions `places` of the lines `lines`. Positions and lines outside the 2-D block are
+    /// ignored. The result is 0 if there are no values.
     pub fn largest(&self, lines: Range<usize>, places: Range<usize>) -> f32 {
         let (rows, cols) = if self.is_turned { (places, lines) } else { (lines, places) };
         let height = self.x.len() / self.width.max(1);

@@ -8,9 +8,9 @@ use crate::square::Square;
 /// The scales of a quantized 2-D block.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SquareScales {
-    /// The record of each row.
+    /// The scale record of each row.
     pub rows: Vec<Scale>,
-    /// The record of each column.
+    /// The scale record of each column.
     pub cols: Vec<Scale>,
     /// Whether all records are NaN, because a value is NaN or infinite, or because the 2-D block is out of range.
     pub is_nan: bool,
@@ -31,8 +31,8 @@ impl Codec {
         (0..lines).step_by(share).flat_map(|line| vec![of_share(line); share.min(lines - line)]).collect()
     }
 
-    /// Quantizes a 2-D block of `width` columns, with one code per byte, in the order of the values. `rand(i)` returns sixteen random bits for
-    /// value `i`, and is called only by stochastic roundings. The codes under a NaN scale are 0.
+    /// Quantizes a 2-D block of `width` columns, with one code per byte, in the order of the values. The function `rand(i)` returns sixteen
+    /// random bits for value `i`. Only stochastic roundings call `rand`. Codes whose scale is NaN are 0.
     pub fn quantize_square(
         &self,
         (x, width): (&[f32], usize),

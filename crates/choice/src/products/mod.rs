@@ -20,22 +20,22 @@ use nibble_core::ops::{Factor, Numbers, ProductDesc, ProductDims, Ragged, Stored
 use nibble_core::{DType, DeviceKind, Grouping};
 use std::fmt;
 
-/// Number of values that a thread sums at a time. The length of a row of such sums is a multiple of this number.
+/// The number of neighbouring values that a thread adds at a time. The length of a row of such sums is a multiple of this number.
 pub const SUMMED_UNIT: usize = 4;
 
-/// The path of a product: the conversions of its operands, and the cores that multiply them.
+/// How a product is computed: the conversions of its operands, and the cores (tensor cores or CUDA cores) that multiply them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProductPath {
-    /// The numbers to which operands are converted; `None` if both operands are multiplied as stored.
+    /// The type of numbers to which operands are converted; `None` if both operands are multiplied in the form in which they are stored.
     pub lowered_to: Option<Numbers>,
-    /// The conversions of A and B. A conversion to BF16 leaves out the tensor scales.
+    /// The conversions of A and B. An operand that is converted to BF16 is not multiplied by its tensor scale.
     pub sides: [Becomes; 2],
-    /// Number of groups, if each group is extended to the end of its last block; `None` if groups are used as they are.
+    /// The number of groups, if the product extends each group to the end of its last block; `None` if it does not.
     pub whole_groups: Option<usize>,
-    /// Number of F32 sums that a second kernel multiplies by tensor scales; `None` without tensor scales, or if the product applies them
-    /// itself.
+    /// The number of F32 sums that a second kernel multiplies by tensor scales; `None` if there are no tensor scales, or if the kernel of
+    /// the product applies them.
     pub sums: Option<usize>,
-    /// Which cores multiply the converted operands.
+    /// Which cores (tensor cores or CUDA cores) multiply the converted operands.
     pub cores: Cores,
 }
 
@@ -81,7 +81,7 @@ pub enum Becomes {
 }
 
 impl Becomes {
-    /// Number of values that are decoded or lifted.
+    /// The number of values of the operand that are decoded or converted to E4M3.
     pub const fn values(self) -> usize {
         match self {
             Self::AsIs | Self::Widened(_) => 0,
@@ -104,7 +104,7 @@ impl Becomes {
 }
 
 impl ProductPath {
-    /// The path of a product of positive sizes.
+    /// Chooses how to compute a product. All its sizes must be positive.
     pub fn of(asked: &ProductDesc) -> Self {
         let Some((lowered_to, taken, multiplied)) = taken_first(asked) else {
             let cores = Cores::of(asked);
@@ -156,12 +156,14 @@ impl ProductPath {
         self.cores != Cores::Ordinary
     }
 
-    /// Whether every row of D is written, and rows outside all groups are zeros. A contraction always writes every row.
+    /// Whether the kernel writes every row of D, with zeros in rows that belong to no group. If groups divide the contraction, every row is
+    /// written in any case.
     pub fn writes_every_row(&self) -> bool {
         self.sums.is_some() || self.is_on_tensor_cores()
     }
 
-    /// Temporary memory besides D, in order of allocation. All of this memory lives until the product is done.
+    /// The buffers that the product needs in addition to D, in the order in which they are allocated. All of these buffers are freed when
+    /// the product is complete.
     pub fn temporaries(&self) -> Vec<Temporary> {
         let [a, b] = self.sides;
         let mut all = a.temporaries(["A, decoded", "A's codes, lifted", "A's scales, lifted", "A in F32"]);
@@ -200,7 +202,7 @@ impl Cores {
     }
 }
 
-/// Why the CUDA cores compute a product, in words; `None` if the tensor cores compute the product.
+/// Explains why CUDA cores and not tensor cores compute a product; `None` if tensor cores compute it.
 pub fn obstacle(asked: &ProductDesc) -> Option<String> {
     if ProductPath::of(asked).is_on_tensor_cores() {
         return None;
@@ -256,8 +258,8 @@ fn whole_groups(asked: &ProductDesc) -> Option<usize> {
     (asked.ragged == Ragged::Contraction && !are_whole).then_some(count)
 }
 
-/// Number of runs into which each group's rows are cut (split-K). The number is 1 unless the product is a contraction over groups that are
-/// known to have equal lengths.
+/// The number of runs into which the rows of each group are divided (split-K). The number is 1 unless the product is a contraction over
+/// groups that are known to have equal lengths.
 fn runs(asked: &ProductDesc) -> usize {
     match (asked.ragged, asked.groups.and_then(|groups| groups.rows_each)) {
         (Ragged::Contraction, Some(rows)) if (asked.dims.m * asked.dims.n).is_multiple_of(SUMMED_UNIT) => {

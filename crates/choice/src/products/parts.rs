@@ -7,7 +7,7 @@ use nibble_core::formats::Format;
 use nibble_core::ops::{ProductDesc, ProductDims, Ragged};
 use std::fmt;
 
-/// Number of BF16 parts per F32 number.
+/// The largest number of BF16 numbers (parts) into whose sum an F32 number is split.
 pub const PARTS: usize = 3;
 
 /// The arrangement in which the BF16 parts of two operands are multiplied.
@@ -21,22 +21,23 @@ pub enum PartsForm {
     Left,
 }
 
-/// A product of BF16 parts.
+/// A product of F32 operands that tensor cores compute by splitting each F32 number into a sum of BF16 numbers (parts).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Parts {
     /// The arrangement of the parts.
     pub form: PartsForm,
     /// The product of the BF16 parts.
     pub product: TensorCoreProduct,
-    /// Number of runs into which each group's rows are cut (split-K).
+    /// The number of runs into which the rows of each group are divided (split-K).
     pub runs: usize,
     /// Numbers of values of A and of B.
     values: [usize; 2],
 }
 
 impl Parts {
-    /// The pairs of parts that are multiplied for two F32 operands: part `LEFT[i]` of A with part `RIGHT[i]` of B. The omitted pairs
-    /// contribute at most 3 · 2⁻¹⁸ of a product, of either sign; a BF16 result is precise to 2⁻⁹.
+    /// The pairs of BF16 parts that are multiplied if both operands are F32. Pair i consists of part `LEFT[i]` of A and part `RIGHT[i]` of
+    /// B. The pairs that are left out contribute at most 3 · 2⁻¹⁸ of a product, with either sign. This is small compared with the precision
+    /// 2⁻⁹ of a BF16 result.
     pub const LEFT: [u32; 3] = [0, 0, 1];
     /// See [`Parts::LEFT`].
     pub const RIGHT: [u32; 3] = [0, 1, 0];
@@ -79,7 +80,7 @@ impl Parts {
         (whole && desc.check().is_ok()).then_some(Self { form, product: desc, runs, values })
     }
 
-    /// Number of parts into which each value of A and of B is split; 0 for BF16.
+    /// The number of BF16 parts into which each value of A and of B is split, or 0 for an operand that is already BF16.
     pub const fn of_each(&self) -> [usize; 2] {
         match self.form {
             PartsForm::Right => [0, PARTS],
@@ -88,7 +89,7 @@ impl Parts {
         }
     }
 
-    /// Temporary memory besides D, in order of allocation.
+    /// The buffers that the product needs in addition to D, in the order in which they are allocated.
     pub(super) fn temporaries(&self) -> Vec<Temporary> {
         let (parts, [a, b]) = (self.of_each(), self.values);
         let parts = [("A's parts", parts[0] * a), ("B's parts", parts[1] * b)];

@@ -16,18 +16,18 @@ pub const BLOCK_M: usize = 256;
 pub const BLOCK_N: usize = 128;
 /// Bytes of a row of an operand in a pipeline stage.
 pub const ROW_BYTES: usize = 128;
-/// Number of rows of a warp's store, which has 16 rows of 64 bytes (columns, if the product is transposed).
+/// The number of rows of D (columns, if the product is transposed) that a warp stores at a time.
 pub const OUT_ROWS: usize = 16;
-/// Bytes of a row of a warp's store.
+/// The number of bytes of one row of D that a warp stores at a time.
 pub const OUT_ROW_BYTES: usize = 64;
 const MATH_WARPS: usize = 8;
 /// Bytes of the device's struct `Tile`, of which each stage has one.
 const TILE_BYTES: usize = 32;
-/// Average number of rows per group below which warps add to D.
+/// If groups have fewer rows than this on average, the warps add sums to D.
 pub const SHORT: usize = 1536;
 /// Average number of rows per group, with padding, below which tiles of long and short groups are mixed.
 const MIXED_ROWS: usize = 256;
-/// Minimum number of groups for mixed tiles.
+/// The minimum number of groups for which tiles of different groups are mixed.
 pub const MIXED_GROUPS: usize = 16;
 /// Bytes of shared memory of the device's struct `TileQueue`, with its alignment.
 const QUEUE_BYTES: usize = 4 * (48 + 2 * size_of::<u64>()) + 16;
@@ -53,7 +53,7 @@ impl OperandKind {
         Self::Fp8([Element::E4M3; 2], scales)
     }
 
-    /// The name of the device's kernel. For mixed tiles of short groups, an equivalent kernel may run instead.
+    /// The name of the CUDA kernel. If tiles of short groups are mixed, an equivalent kernel with another name may run instead.
     pub const fn kernel(self) -> &'static str {
         match self {
             Self::Fp8(..) => "nib::grouped_fp8_block",
@@ -76,7 +76,7 @@ impl OperandKind {
     }
 }
 
-/// How the rows of B share scales; each scale covers 128 values of the contraction.
+/// How the rows of B share scales. Each scale is for 128 values of the contraction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScalesB {
     /// One scale per 128 rows, as in weights and in columns that were converted from E4M3 rows. Products with one scale per 128 rows are
@@ -100,7 +100,7 @@ impl ScalesB {
         }
     }
 
-    /// The kind of E8M0 scales for which each aligned run of `rows` scales is known to be equal.
+    /// The kind of E8M0 scales in which each aligned run of `rows` rows is known to have equal scales.
     pub const fn repeating(rows: usize) -> Self {
         match rows {
             128 => Self::Tile,
@@ -110,7 +110,7 @@ impl ScalesB {
     }
 }
 
-/// The arguments of the tensor-core kernels for a product: sizes and kinds of operands.
+/// The description of a product that tensor-core kernels compute: its sizes, and the kinds of its operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorCoreProduct {
     /// Whether groups divide the rows or the contraction.
@@ -119,19 +119,19 @@ pub struct TensorCoreProduct {
     pub kind: OperandKind,
     /// The type of D.
     pub out: DType,
-    /// Whether to add to D, with one F32 addition per element, instead of overwriting D ([`Ragged::Contraction`]). A BF16 sum is rounded
-    /// once.
+    /// Whether to add to D, with one F32 addition per element, instead of overwriting D. Only products with [`Ragged::Contraction`] add. A
+    /// BF16 sum is rounded once.
     pub accumulate: bool,
-    /// Whether D holds transposed matrices, `[n][m]`. A and B are swapped if the rows that share scales are A's ([`Ragged::Contraction`],
-    /// FP8, F32).
+    /// Whether each matrix of D is stored transposed, as `[n][m]`. A and B are swapped, and D is transposed, if the rows of A share scales.
+    /// Only products of FP8 operands with F32 output and [`Ragged::Contraction`] are transposed.
     pub transposed: bool,
     /// Number of groups.
     pub groups: usize,
-    /// Number of rows of A and D over all groups; with [`Ragged::Contraction`], number of rows of one matrix of D.
+    /// The number of rows of A and D over all groups. With [`Ragged::Contraction`], it is the number of rows of one matrix of D.
     pub m: usize,
-    /// Number of columns of D, which are the rows of one group's B.
+    /// The number of columns of D, which is the number of rows of B in one group.
     pub n: usize,
-    /// Length of the contraction; with [`Ragged::Contraction`], of all groups together.
+    /// The length of the contraction. With [`Ragged::Contraction`], it is the sum over all groups.
     pub k: usize,
 }
 
@@ -180,7 +180,8 @@ impl TensorCoreProduct {
         self.k.div_ceil(BLOCK_K)
     }
 
-    /// Numbers of tensor scales of A and of B, one scale per row; for a contraction over groups, one scale per row of the contraction.
+    /// The number of tensor scales of A and of B, one per row. If groups divide the contraction, there is one tensor scale per row of the
+    /// contraction.
     pub const fn tensor_scales(&self) -> (usize, usize) {
         match self.ragged {
             Ragged::Rows => (self.m, self.rows_b()),
@@ -188,7 +189,7 @@ impl TensorCoreProduct {
         }
     }
 
-    /// Numbers of rows of the scale matrices of A and B.
+    /// The number of rows of the matrix of scales of A, and of that of B.
     pub const fn scale_rows(&self) -> (usize, usize) {
         let rows_b = match self.kind {
             OperandKind::Fp8(_, scales) => {
@@ -255,7 +256,7 @@ impl TensorCoreProduct {
     }
 }
 
-/// Where sums are added to the existing values of D.
+/// Where the sums of a product are added to the existing values of D: in the L2 cache, or by warps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Adds {
     /// The L2 cache adds F32 values.
@@ -264,7 +265,7 @@ pub enum Adds {
     InWarp,
 }
 
-/// The order in which tiles are computed; mixed tiles have a separate kernel.
+/// The order in which a kernel computes tiles. There is a separate kernel that mixes tiles of different groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// Full tiles come first, and partial tiles at the ends of groups come last.
@@ -274,22 +275,22 @@ pub enum Order {
     Mixed,
 }
 
-/// An instance of a kernel template, and the raster of tiles that it computes.
+/// The template arguments of a tensor-core kernel, and the order in which it computes tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorCoreConfig {
     /// Number of stages of the pipeline's ring buffer.
     pub stages: usize,
     /// Number of CTAs of a cluster, 1 or 2. The CTAs lie side by side and share rows of A.
     pub cluster: usize,
-    /// Number of staging buffers per warp for its stores.
+    /// The number of shared-memory buffers in which each warp stages its stores.
     pub out_buffers: usize,
-    /// Number of boxes of D per buffer, of 16 rows of 64 bytes each.
+    /// The number of boxes (16 rows of 64 bytes) of D that fit into one of these buffers.
     pub out_boxes: usize,
     /// Where sums are added to D, if the product accumulates.
     pub adds: Adds,
     /// The order in which tiles are computed.
     pub order: Order,
-    /// Number of tile rows in a band of the raster (an argument of the launch).
+    /// The number of rows of tiles in a band. The kernel computes tiles band by band. This number is an argument of the launch.
     pub band: usize,
 }
 
@@ -304,7 +305,7 @@ impl fmt::Display for TensorCoreConfig {
 }
 
 impl TensorCoreConfig {
-    /// The instance of most products.
+    /// The configuration that most products use.
     pub const USUAL: Self = Self {
         stages: 4,
         cluster: 2,
@@ -315,14 +316,16 @@ impl TensorCoreConfig {
         band: 8,
     };
 
-    /// The instance for a product. Only the device knows the groups' lengths, so the choice depends on the average number of rows per
-    /// group.
+    /// Chooses the configuration for a product. The choice depends on the average number of rows per group, because only the device knows
+    /// the length of each group.
     ///
-    /// The L2 cache adds F32 values at a quarter of the memory bandwidth. Long contractions hide this time, and so do products with one
-    /// scale per row of B. The warps add all other gradients, and BF16 gradients, which are rounded once. With one stage fewer, half an F32
-    /// tile of D, or a whole BF16 tile, fits in shared memory and is loaded during the products.
+    /// The L2 cache adds F32 values at a quarter of the memory bandwidth. The time of these additions is hidden if the contraction is long,
+    /// or if there is one scale per row of B. In all other cases, the warps add the sums. The warps also add the sums of BF16 gradients,
+    /// which are rounded once. If the pipeline has one stage fewer, half an F32 tile of D or a whole BF16 tile fits into shared memory, and
+    /// is loaded while the products are computed.
     ///
-    /// If groups are short on average, tiles of long and short groups are mixed. At 256 rows per group, mixing is 4 % slower.
+    /// If groups are short on average, tiles of long and short groups are mixed. If groups have 256 rows, mixing tiles of different groups
+    /// is 4 % slower.
     pub fn choose(desc: &TensorCoreProduct) -> Self {
         let in_warp = Self { stages: 3, adds: Adds::InWarp, ..Self::USUAL };
         let shared = matches!(desc.kind, OperandKind::Fp8(_, ScalesB::Tile | ScalesB::Strips));
@@ -344,7 +347,8 @@ impl TensorCoreConfig {
         by_rows && desc.groups > 1
     }
 
-    /// The instances to try: first the chosen instance, then the other instances whose shared memory fits a CTA.
+    /// The configurations to measure: first the one that [`TensorCoreConfig::choose`] returns, then all others whose shared memory is
+    /// available to a CTA.
     pub fn candidates(desc: &TensorCoreProduct, shared_bytes_per_cta: usize) -> Vec<Self> {
         let chosen = Self::choose(desc);
         let others =
@@ -353,7 +357,7 @@ impl TensorCoreConfig {
         std::iter::once(chosen).chain(others.filter(fits)).collect()
     }
 
-    /// Checks that the kernels have this instance and raster.
+    /// Checks that a kernel with this configuration exists.
     pub fn check(&self) -> Result<()> {
         let good = matches!(self.cluster, 1 | 2)
             && (1..=1 << 20).contains(&self.band)
@@ -367,8 +371,8 @@ impl TensorCoreConfig {
         Err(Error::shape("grouped_product", "config", self.to_string(), expected))
     }
 
-    /// Checks the instance against the product: whether the instance can mix tiles, and whether `adds` is possible for the type of D and
-    /// for the output buffers. The output buffers cycle through a tile's parts of D (the device's `Stores`).
+    /// Checks that the configuration can compute the product: that it can mix tiles if it has to, and that `adds` is possible with the type
+    /// of D and with the output buffers. The warps use the output buffers in turn for the parts of a tile of D (`Stores` in the CUDA code).
     pub fn check_for(&self, desc: &TensorCoreProduct) -> Result<()> {
         if self.order == Order::Mixed && !Self::can_mix(desc) {
             let expected = "full tiles, but for several groups of rows in E4M3 with a scale a tile of B";
@@ -392,7 +396,7 @@ impl TensorCoreConfig {
         Err(Error::shape("grouped_product", "config", self.to_string(), expected))
     }
 
-    /// Dynamic shared memory in bytes: the kernel's `SharedLayout`, and 1024 bytes for its alignment.
+    /// The dynamic shared memory of the kernel in bytes, which is its `SharedLayout` and 1024 bytes for alignment.
     pub const fn shared_bytes(&self, desc: &TensorCoreProduct) -> usize {
         let operands = (BLOCK_M + BLOCK_N) * ROW_BYTES;
         let scales = match desc.kind.scales_b() {
@@ -410,12 +414,12 @@ impl TensorCoreConfig {
     }
 }
 
-/// Overrides the choice of kernel instances for tensor-core products, so that other instances can be measured.
+/// Overrides the choice of configurations for tensor-core products, so that other configurations can be measured.
 #[derive(Debug, Clone, Default)]
 pub struct ProductTrial {
-    /// The instance of every tensor-core product; `None` means the usual choice.
+    /// The configuration of every tensor-core product; `None` means the usual choice.
     pub config: Option<TensorCoreConfig>,
-    /// A list that collects the requested products.
+    /// A list to which every requested product is added.
     pub asked: Option<Arc<Mutex<Vec<TensorCoreProduct>>>>,
 }
 

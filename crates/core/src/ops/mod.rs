@@ -188,7 +188,7 @@ macro_rules! runs {
             /// Checks the arguments, and runs the operation on the backend.
             ///
             /// # Errors
-            /// [`crate::Error::Shape`] that names the argument; errors of the backend.
+            /// [`crate::Error::Shape`] with the name of the argument if a check fails, and any error of the backend.
             pub fn run(self, b: &$B) -> Result<$out> {
                 self.check()?;
                 b.$name(self)
@@ -201,7 +201,7 @@ macro_rules! runs {
             /// Checks the arguments, and runs the operation on the backend.
             ///
             /// # Errors
-            /// [`crate::Error::Shape`] that names the argument; errors of the backend.
+            /// [`crate::Error::Shape`] with the name of the argument if a check fails, and any error of the backend.
             pub fn run<B: Kernels>(self, b: &B) -> Result<$out> {
                 self.check()?;
                 b.$name(self)

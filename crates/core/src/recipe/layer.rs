@@ -2,14 +2,14 @@
 
 use super::{LayerKind, Section, Setting, Site};
 
-/// The properties of a layer by which overrides select it.
+/// The properties of a layer by which the overrides of a recipe select layers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layer {
-    /// The layer's kind, which determines its section.
+    /// The kind of the layer, which determines the section of the recipe that applies to the layer.
     pub kind: LayerKind,
     /// The layer's name, for example `model.layers.3.self_attn.q_proj`.
     pub name: String,
-    /// Whether SwiGLU follows the layer. If so, the input of SwiGLU is saved in the precision of `saved.h`.
+    /// Whether SwiGLU follows the layer. If SwiGLU follows, its input is saved for the backward pass in the precision of `saved.h`.
     pub gated: bool,
 }
 
@@ -34,7 +34,7 @@ impl Layer {
         }
     }
 
-    /// Whether two sections make the same decisions for this layer.
+    /// Whether the sections `a` and `b` choose the same precisions for this layer.
     pub fn same(&self, a: &Section, b: &Section) -> bool {
         let mut sites = self.kind.sites().filter(|site| self.has(self.kind, *site));
         a.kept_a().is_some() == b.kept_a().is_some() && sites.all(|site| a.at(site) == b.at(site))

@@ -37,21 +37,21 @@ use nibble_formats::Format;
 use shipped::{BUILTIN, FORMATS, STUDIES};
 use std::sync::Arc;
 
-/// A change of a recipe for some layers, in a part of the run.
+/// Settings that replace those of a recipe for some layers, during some steps of the run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Override {
-    /// Selections of layers; the override applies to layers that are in at least one of the selections.
+    /// A list of selections of layers. The override applies to layers that are in at least one of these selections.
     pub layers: Vec<Layers>,
-    /// Kinds of layers: the layer's name must contain one of these components (`q_proj`, `mlp`, `experts`, `lm_head`). An empty list
-    /// selects all kinds.
+    /// Components of layer names, such as `q_proj`, `mlp`, `experts` or `lm_head`. The override applies only to layers whose names contain
+    /// one of these components. If the list is empty, the override applies to layers of any name.
     pub kinds: Vec<String>,
-    /// Whether a model is accepted that has none of the selected layers.
+    /// Whether the recipe accepts a model that has none of the layers that this override selects.
     pub optional: bool,
     /// The steps in which the override applies.
     pub steps: Steps,
-    /// The products (`fprop`, `saved`, …) whose keys the override may set; `None` means all keys.
+    /// The first parts of keys (`fprop`, `saved`, …) that the override may set. `None` means that it may set all keys.
     pub products: Option<Vec<String>>,
-    /// The settings, by kind of layer.
+    /// The settings of the override, each with the kind of layer to which it applies.
     pub set: Vec<(LayerKind, Setting)>,
 }
 
@@ -97,36 +97,36 @@ pub struct Recipe {
     pub name: String,
     /// One line of description.
     pub description: String,
-    /// The type of activations between products: in the residual stream, norms and attention.
+    /// The type of activations outside of matrix products: in the residual stream, in norms and in attention.
     pub activations: DType,
     /// The section of dense linear layers.
     pub linear: Section,
     /// The section of expert layers.
     pub expert: Section,
-    /// The section of the output head, which is plain unless the recipe sets it.
+    /// The section of the output head. If the recipe does not set this section, the head is not quantized.
     pub head: Section,
-    /// The section of the router weight, which is F32 unless the recipe sets it.
+    /// The section of the router weight. If the recipe does not set this section, the router weight is F32.
     pub router: Section,
-    /// The overrides, of which later ones take precedence.
+    /// The overrides. If several overrides set the same key, the last of them takes precedence.
     pub overrides: Vec<Override>,
-    /// The sizes of the run that uses the recipe, if they are known.
+    /// The number of layers and steps of the run that uses the recipe, if the run is known.
     pub run: Option<RunSize>,
-    /// The contraction lengths of the products of the model's layers, if the model is known ([`Recipe::with_widths`]).
+    /// The contraction lengths of the matrix products in the layers of the model, if the model is known ([`Recipe::with_widths`]).
     pub widths: Option<Arc<Widths>>,
 }
 
 impl Recipe {
-    /// Names of the recipes in the README.
+    /// The names of the recipes that the README lists.
     pub fn names() -> impl Iterator<Item = &'static str> + Clone {
         BUILTIN.iter().map(|(name, _)| *name)
     }
 
-    /// Names of the recipes to train with: the recipes of [`Recipe::names`], and one recipe for each format.
+    /// The names of the recipes that are meant for training: those of [`Recipe::names`], and one recipe for each format.
     pub fn training_names() -> impl Iterator<Item = &'static str> + Clone {
         BUILTIN.iter().chain(FORMATS).map(|(name, _)| *name)
     }
 
-    /// Names of the recipes to study a format or a technique.
+    /// The names of the recipes that are meant for studying a format or a technique.
     pub fn study_names() -> impl Iterator<Item = &'static str> + Clone {
         STUDIES.iter().map(|(name, _)| *name)
     }
@@ -136,7 +136,7 @@ impl Recipe {
         shipped::all().map(|(name, _)| *name)
     }
 
-    /// A recipe that ships with Nibble.
+    /// Returns the recipe of this name that ships with Nibble.
     ///
     /// # Errors
     /// [`Error::Recipe`] with a suggestion if there is no recipe of this name.
@@ -151,25 +151,27 @@ impl Recipe {
         }
     }
 
-    /// Reads a recipe file's text.
+    /// Parses the text of a recipe file.
     ///
     /// # Errors
-    /// [`Error::Recipe`] that names the key, for an unknown key, a bad value, a key that decides nothing, or a combination without kernels.
+    /// [`Error::Recipe`] with the name of the key, if a key is unknown, a value is invalid, a key has no effect, or no kernel supports a
+    /// combination of formats.
     pub fn parse(name: &str, text: &str) -> Result<Self> {
         Self::parse_with(name, text, &Self::builtin)
     }
 
-    /// Like [`Recipe::parse`], with `named` for the recipes that `extends` and `set.recipe` name, instead of [`Recipe::builtin`].
+    /// Like [`Recipe::parse`], but looks up the recipes that the keys `extends` and `set.recipe` name by `named` instead of
+    /// [`Recipe::builtin`].
     ///
     /// # Errors
-    /// The errors of [`Recipe::parse`]. An [`Error::Recipe`] of `named` is reported at the key that names the recipe.
+    /// The errors of [`Recipe::parse`]. If `named` returns an [`Error::Recipe`], the error message refers to the key that names the recipe.
     pub fn parse_with(name: &str, text: &str, named: &dyn Fn(&str) -> Result<Self>) -> Result<Self> {
         let recipe = parse::parse(name, text, named)?;
         validate::validate(&recipe)?;
         Ok(recipe)
     }
 
-    /// The section of a kind of layer, without overrides.
+    /// The section for this kind of layer, without overrides.
     pub fn of(&self, kind: LayerKind) -> &Section {
         match kind {
             LayerKind::Linear => &self.linear,
@@ -188,8 +190,8 @@ impl Recipe {
         }
     }
 
-    /// The section of one layer at one point of the run (`progress` = step / steps, from 0 to 1), with overrides, and with the transforms that
-    /// the layer's widths allow.
+    /// The section of one layer at one point of the run (`progress` = step / steps, from 0 to 1). The result includes the overrides for
+    /// this layer, and only transforms whose lengths fit the layer.
     pub fn section(&self, kind: LayerKind, layer: &str, progress: f64) -> Section {
         self.fitted(layer, self.written_section(kind, layer, progress))
     }
@@ -200,7 +202,7 @@ impl Recipe {
         self.overrides.iter().filter(now).fold(*self.of(kind), |section, o| o.applied(kind, section))
     }
 
-    /// Whether any tensor, at any point of a run, has delayed scaling.
+    /// Whether any tensor has delayed scaling at any point of a run.
     pub fn is_delayed(&self) -> bool {
         let written = LayerKind::ALL.into_iter().flat_map(|kind| {
             let section = self.of(kind);
@@ -210,8 +212,9 @@ impl Recipe {
         written.chain(set).any(|p| p.delayed.is_some())
     }
 
-    /// An expert layer's combine site whose rows are quantized at some point of a run, and its format. Quantized rows are rounded one by
-    /// one, so a token's rows are then summed in slot order.
+    /// The combine site of an expert layer whose rows are quantized at some point of a run, and the format of these rows; `None` if there
+    /// is no such site. If rows are quantized for the combine, each row is rounded by itself, so the rows of a token are summed in the
+    /// order of the slots.
     pub fn quantized_combine(&self) -> Option<(Site, Format)> {
         let of_base = Site::COMBINE.into_iter().map(|site| (site, self.expert.at(site)));
         let set = self.overrides.iter().flat_map(|o| &o.set);
@@ -225,7 +228,7 @@ impl Recipe {
         all.into_iter().find(|(_, format)| format.is_block())
     }
 
-    /// The points of a run (step / steps) at which sections may change; the first point is the beginning of the run.
+    /// The points of a run (step / steps) at which the section of a layer may change. The first point is the beginning of the run.
     pub fn boundaries(&self) -> Vec<f64> {
         let ends =
             self.overrides.iter().filter_map(|o| o.steps.fractions(self.run)).flat_map(<[f64; 2]>::from);
@@ -233,7 +236,7 @@ impl Recipe {
         std::iter::once(0.0).chain(ends).collect()
     }
 
-    /// The stretches of a run in which no section changes, as fractions of its steps.
+    /// The ranges of steps in which no section changes, as (begin, end) in fractions of the run.
     pub fn stretches(&self) -> Vec<(f64, f64)> {
         let mut starts = self.boundaries();
         starts.sort_by(f64::total_cmp);
@@ -242,14 +245,14 @@ impl Recipe {
         starts.iter().copied().zip(ends).collect()
     }
 
-    /// The plan of a layer at one point of a run (step / steps).
+    /// The plan of a layer (its conversions and products) at one point of a run (`progress` = step / steps).
     pub fn plan(&self, layer: &Layer, progress: f64, passes: Passes) -> LayerPlan {
         let section = self.section(layer.kind, &layer.name, progress);
         LayerPlan::new(&section, layer, self.activations, passes)
     }
 
-    /// The plans of one layer over a run, each with its stretch of the run. Consecutive stretches with the same changes of representation
-    /// are merged.
+    /// The plans of one layer during a run, each with the range of the run in which it applies. Consecutive ranges are merged if their
+    /// plans make the same changes of representation.
     pub fn plans(&self, layer: &Layer) -> Vec<((f64, f64), LayerPlan)> {
         let mut plans: Vec<((f64, f64), LayerPlan)> = Vec::new();
         for (from, to) in self.stretches() {
@@ -262,11 +265,12 @@ impl Recipe {
         plans
     }
 
-    /// Every section that these layers have during a run, as written in the recipe and its overrides. Each section is checked.
+    /// Every section that applies to one of these layers at some point of a run, as the recipe and its overrides define the section. Each
+    /// section is checked.
     ///
     /// # Errors
-    /// [`Error::Recipe`] for an override that matches no layer, depends on a run whose sizes are unknown, or sets a site that none of its
-    /// layers has. The same error is returned for overrides that together make a combination without kernels.
+    /// [`Error::Recipe`] if an override matches no layer, depends on the sizes of an unknown run, or sets a site that none of its layers
+    /// has. The same error is returned if several overrides together make a combination of formats that no kernel supports.
     pub fn sections(&self, layers: &[Layer]) -> Result<Vec<Section>> {
         self.overrides.iter().try_for_each(|o| self.check_override(o, layers))?;
         let boundaries = self.boundaries();
@@ -306,7 +310,8 @@ impl Recipe {
     }
 }
 
-/// Whether a glob matches a whole name: `*` stands for any run of characters, and `?` for any single character.
+/// Whether the glob `pattern` matches the whole of `name`. In a glob, `*` stands for any number of characters, and `?` for any single
+/// character.
 pub fn glob(pattern: &str, name: &str) -> bool {
     let (p, n) = (pattern.as_bytes(), name.as_bytes());
     let (mut pi, mut ni, mut star) = (0, 0, None);

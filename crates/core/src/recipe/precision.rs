@@ -6,7 +6,7 @@ use crate::{DType, Result};
 use nibble_formats::{BlockAxis, Codec, Correction, DelayedScaling, Format, Rounding, ScaleRule, Scaling};
 use std::fmt;
 
-/// How a block-scaled tensor is converted to other blocks.
+/// How a tensor in one block format is converted to another block format or axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum By {
     /// Codes are converted one by one, without a plain tensor in between ([`crate::ops::Transcode`]).
@@ -16,7 +16,7 @@ pub enum By {
     Requantize,
 }
 
-/// The representation of a tensor.
+/// The representation of a tensor: its format, block axis, scales, rounding and transform.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Precision {
     /// The format of elements and blocks.
@@ -25,16 +25,17 @@ pub struct Precision {
     pub axis: BlockAxis,
     /// How scales are chosen.
     pub scale: ScaleRule,
-    /// Further choices of scales within the rule.
+    /// Options of the scale rule.
     pub scaling: Scaling,
-    /// Delayed scaling, if scales come from the magnitudes of earlier steps instead of the tensor's own magnitudes.
+    /// The rule of delayed scaling, if scales are computed from the magnitudes of earlier steps instead of the values of the tensor itself.
     pub delayed: Option<DelayedScaling>,
     /// How elements are rounded.
     pub round: Rounding,
-    /// The transform of the tensor's product, if the product has one. A saved tensor has wgrad's transform if it is saved in the form that
-    /// wgrad multiplies. The section sets the transform ([`Section::transform`]); a precision outside a section has no transform.
+    /// The random Hadamard transform of the product that multiplies the tensor, if there is one. A saved tensor has the transform of wgrad
+    /// if it is saved in the form that wgrad multiplies. The transform is chosen by a section ([`Section::transform`]), so a precision that
+    /// belongs to no section has no transform.
     pub rht: Option<Transform>,
-    /// How the tensor is converted from other blocks.
+    /// How the tensor is converted if its source is quantized in another block format or axis.
     pub by: By,
 }
 
@@ -79,7 +80,7 @@ impl Precision {
         self.round.is_random() || self.scaling.draws()
     }
 
-    /// Whether two precisions have the same representation, apart from the rounding.
+    /// Whether two precisions are the same representation if rounding is not compared.
     pub fn same_bits(&self, other: &Self) -> bool {
         let blocks = |p: &Self| p.format.is_block().then_some((p.axis, p.scale, p.scaling, p.delayed, p.rht));
         self.format == other.format && blocks(self) == blocks(other)
@@ -145,14 +146,14 @@ pub(super) fn axis_name(axis: BlockAxis) -> &'static str {
     }
 }
 
-/// The precision of every site of one kind of layer, and the transforms of its products.
+/// The precision of every tensor (site) in one kind of layer, and the transforms of the layer's matrix products.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Section {
     sites: [Option<Precision>; Site::ALL.len()],
     transforms: [Option<Transform>; Product::ALL.len()],
 }
 
-/// One decision of a section.
+/// One key of a section with its value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Setting {
     /// The precision of a site; `None` if the site falls back on another site, or its tensor is not saved.
@@ -170,7 +171,7 @@ impl Setting {
         }
     }
 
-    /// The part of the setting's key before the dot.
+    /// The part of the setting's key before the dot, such as `fprop`.
     pub fn product(&self) -> &'static str {
         match self {
             Self::Site(site, _) => site.product(),
@@ -188,7 +189,7 @@ impl Setting {
 }
 
 impl Section {
-    /// A section in which every site is plain, and an expert's `a` is recomputed.
+    /// A section that quantizes nothing, and recomputes the input `a` of an expert's down projection in the backward pass.
     pub fn plain(dtype: DType) -> Self {
         let plain = Some(Precision::plain(dtype));
         let sites = Site::ALL.map(|site| match site {
@@ -199,8 +200,9 @@ impl Section {
         Self { sites, transforms: [None; Product::ALL.len()] }
     }
 
-    /// The precision of a site. If the recipe does not set the site, this is the precision of the site on which it falls back. For an `a`
-    /// that is not saved, this is the precision of wgrad's operand.
+    /// The precision of a site. If the recipe does not set the precision of this site, the method returns the precision of another site
+    /// ([`Site::falls_back_on`]). If `a` (the input of the down projection) is not saved, the precision of the saved `a` is that of the
+    /// operand of wgrad.
     pub fn at(&self, site: Site) -> Precision {
         let rht = match (site, site.operand_of()) {
             (_, Some(product)) => self.transform(product),
@@ -233,12 +235,12 @@ impl Section {
         self.transforms[product as usize]
     }
 
-    /// The precision that the recipe sets for a site, if it sets one, without the product's transform.
+    /// The precision that the recipe sets for a site, without the transform of the product; `None` if the recipe does not set it.
     pub fn written(&self, site: Site) -> Option<&Precision> {
         self.sites[site as usize].as_ref()
     }
 
-    /// The format in which an expert saves the second product's input; `None` if this input is recomputed from h.
+    /// The precision in which an expert saves the input of the down projection; `None` if this input is recomputed from h.
     pub fn kept_a(&self) -> Option<Precision> {
         self.written(Site::SavedA).map(|_| self.at(Site::SavedA))
     }
@@ -276,7 +278,7 @@ impl Section {
         sites.chain(products.map(|&product| Setting::Transform(product, self.transform(product)))).collect()
     }
 
-    /// The source of a site's tensor.
+    /// The source from which the tensor of a site is converted.
     pub fn origin(&self, kind: LayerKind, site: Site) -> From {
         match (kind, site) {
             (LayerKind::Linear | LayerKind::Expert, Site::WgradX) => From::Saved(Site::SavedX),
@@ -288,21 +290,21 @@ impl Section {
         }
     }
 
-    /// Whether dgrad's weight is the transpose of fprop's weight, from one quantization. Plain weights and weights in 2-D blocks need only
-    /// one quantization.
+    /// Whether the weight that dgrad reads is the transpose of the weight that fprop reads, both from one quantization. Plain weights and
+    /// weights in 2-D blocks need only one quantization.
     pub fn has_one_weight(&self) -> bool {
         let (fprop, dgrad) = (self.at(Site::FpropW), self.at(Site::DgradW));
         fprop == dgrad && fprop.rht.is_none() && (fprop.axis == BlockAxis::Tile || !fprop.format.is_block())
     }
 
-    /// The plain type to which dgrad's weight is decoded from fprop's codes; `None` if dgrad's weight has another source. The copy is
-    /// decoded on demand, per micro-batch, and not stored next to the codes.
+    /// The plain type of the weight that dgrad reads, if it is decoded from the codes that fprop reads; otherwise `None`. The decoded
+    /// weight is computed in each micro-batch when it is needed, and is not stored in addition to the codes.
     pub fn decoded_for_dgrad(&self) -> Option<DType> {
         let (fprop, dgrad) = (self.at(Site::FpropW), self.at(Site::DgradW));
         dgrad.dtype().filter(|_| dgrad.by == By::Requantize && fprop.format.is_block())
     }
 
-    /// Whether any tensor has blocks. If so, each group of rows is aligned to 128 rows.
+    /// Whether any tensor has blocks. If a tensor has blocks, each group of rows is aligned to 128 rows.
     pub fn has_blocks(&self) -> bool {
         self.sites.iter().flatten().any(|p| p.format.is_block())
     }

@@ -35,7 +35,8 @@ impl Section {
 }
 
 impl Recipe {
-    /// Every tensor that is quantized from a quantized tensor, under the recipe and under each override alone.
+    /// Every tensor that is quantized from a tensor that was already quantized. The method checks the recipe without overrides, and with
+    /// each override alone.
     pub fn requantizations(&self) -> Vec<String> {
         let of = |sections: &dyn Fn(LayerKind) -> Section| -> Vec<String> {
             LayerKind::ALL.into_iter().flat_map(|kind| sections(kind).requantizations(kind)).collect()

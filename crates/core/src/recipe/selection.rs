@@ -6,7 +6,7 @@ use super::{Layer, LayerKind, Override, Recipe, glob};
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// The sizes of a run that selections depend on.
+/// The sizes of a run on which the selections of layers and steps in overrides depend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RunSize {
     /// Number of decoder layers of the model.
@@ -75,7 +75,7 @@ impl Layers {
     /// Parses a glob, or `first:` or `last:` with a number or a percentage of decoder layers.
     ///
     /// # Errors
-    /// The reason, for another text after `first:` or `last:`.
+    /// An error message if the text after `first:` or `last:` is neither a number nor a percentage.
     pub fn parse(text: &str) -> std::result::Result<Self, String> {
         let share = |share: &str| {
             let why = || {
@@ -92,7 +92,7 @@ impl Layers {
         }
     }
 
-    /// Whether the selection contains a layer of this name. If the run is unknown, `first` and `last` select no layer.
+    /// Whether the selection contains a layer of this name. If the run is unknown, selections with `first` or `last` contain no layer.
     pub fn covers(&self, layer: &str, run: Option<RunSize>) -> bool {
         let place = || Some((decoder_layer(layer)?, run?.decoder_layers));
         match self {
@@ -102,7 +102,8 @@ impl Layers {
         }
     }
 
-    /// Why the selection contains no layer, or asks for more layers than exist.
+    /// Explains, for an error message, why the selection matches no layer or requests more layers than exist; `None` if neither is the
+    /// case.
     pub fn fault(&self, layers: &[Layer], run: Option<RunSize>) -> Option<String> {
         match (self, run) {
             (Self::First(_) | Self::Last(_), None) => {
@@ -161,7 +162,7 @@ fn covers(pattern: &str, layer: &str) -> bool {
     ends.into_iter().any(|end| glob(pattern, &layer[..end]))
 }
 
-/// The steps of a run in which an override holds.
+/// The steps of a run in which an override applies.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Steps {
     /// A half-open range in fractions of the run's steps. An end of infinity includes the last step.
@@ -189,7 +190,7 @@ impl Steps {
         is_part.then_some(Self::Fractions(from, if to == 1.0 { f64::INFINITY } else { to }))
     }
 
-    /// The steps as fractions of a run; `None` for step numbers if the run is unknown.
+    /// The selected steps as fractions of a run; `None` if they are given as step numbers and the run is unknown.
     pub fn fractions(self, run: Option<RunSize>) -> Option<(f64, f64)> {
         match self {
             Self::Fractions(from, to) => Some((from, to)),
@@ -228,7 +229,7 @@ impl Override {
         self.steps.fractions(run).is_some_and(|(from, to)| (from..to).contains(&progress))
     }
 
-    /// The layers of the override in words: `last:15%, of these self_attn`.
+    /// The layers of the override as a text, for example `last:15%, of these self_attn`.
     #[must_use]
     pub fn whose(&self) -> String {
         let layers = self.layers.iter().map(Layers::to_string).collect::<Vec<_>>().join(", ");
@@ -263,8 +264,9 @@ impl Override {
 }
 
 impl Recipe {
-    /// The recipe for a run of this size. Overrides that count layers from an end of the model, or name step numbers, need the size.
-    /// [`Recipe::parse`] returns a recipe without a run, and [`Recipe::to_toml`] writes the selections as they were read, whatever the run.
+    /// The recipe for a run of this size. This size is needed by overrides that count layers from an end of the model or that name step
+    /// numbers. A recipe that [`Recipe::parse`] returns does not know its run. [`Recipe::to_toml`] writes the selections as they were read,
+    /// whether the run is known or not.
     #[must_use]
     pub fn in_run(self, size: RunSize) -> Self {
         Self { run: Some(size), ..self }

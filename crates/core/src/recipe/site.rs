@@ -2,7 +2,8 @@
 
 use nibble_formats::BlockAxis;
 
-/// A place in a layer where a precision is chosen. The names are the keys of a recipe file.
+/// A tensor of a layer for which a recipe chooses a precision, such as an operand of a matrix product. The names of the sites are keys of a
+/// recipe file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Site {
     /// The input X in Y = X·Wᵀ.
@@ -94,7 +95,7 @@ impl Site {
         self.key().split_once('.').map_or("", |(product, _)| product)
     }
 
-    /// The site on which this site falls back if a recipe does not set it; `None` for a site that every recipe must set.
+    /// The site whose precision this site has if a recipe does not set it; `None` if every recipe must set this site.
     pub fn falls_back_on(self) -> Option<Self> {
         match self {
             Self::FpropA => Some(Self::FpropX),
@@ -106,8 +107,8 @@ impl Site {
         }
     }
 
-    /// The axis along which the site's blocks run: the contraction. Blocks of a saved tensor run along rows, unless the recipe saves the
-    /// columns that wgrad multiplies.
+    /// The axis along which the blocks of the site's tensor run, which is the contraction of the product. The blocks of a saved tensor run
+    /// along rows, unless the recipe saves the column blocks that wgrad multiplies.
     pub fn axis(self) -> BlockAxis {
         match self {
             Self::FpropW | Self::DgradW => BlockAxis::Tile,
@@ -116,17 +117,17 @@ impl Site {
         }
     }
 
-    /// Whether blocks may also run along the other axis. The axis is a decision of the recipe only at such sites.
+    /// Whether blocks may also run along the other axis. Only for such a site may a recipe choose the axis.
     pub fn chooses_axis(self) -> bool {
         matches!(self, Self::SavedX | Self::SavedA)
     }
 
-    /// Whether the site is a weight, whose blocks are 2-D or run along rows.
+    /// Whether the tensor of the site is a weight. The blocks of a weight are 2-D or run along rows.
     pub fn is_weight(self) -> bool {
         matches!(self, Self::FpropW | Self::DgradW)
     }
 
-    /// The product whose operand the site is; `None` for saved and sent tensors.
+    /// The matrix product of which the site's tensor is an operand; `None` for tensors that are saved or sent.
     pub fn operand_of(self) -> Option<Product> {
         Product::ALL.into_iter().find(|product| product.name() == self.product())
     }
@@ -147,7 +148,7 @@ impl Product {
     /// Every product.
     pub const ALL: [Self; 3] = [Self::Fprop, Self::Dgrad, Self::Wgrad];
 
-    /// The part of the keys of the product's operands before the dot.
+    /// The name of the product, which is the part before the dot in the keys of its operands.
     pub fn name(self) -> &'static str {
         match self {
             Self::Fprop => "fprop",
@@ -166,7 +167,7 @@ impl Product {
     }
 }
 
-/// The source of a tensor, which follows from the site.
+/// The source from which a tensor is converted, which follows from the site of the tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum From {
     /// The plain tensor that the layer computed or received.
@@ -190,7 +191,7 @@ impl From {
         }
     }
 
-    /// The site whose representation is converted; `None` for a plain source.
+    /// The site whose quantized tensor is the source; `None` if the source is plain.
     pub fn site(self) -> Option<Site> {
         match self {
             Self::Source => None,
@@ -199,7 +200,7 @@ impl From {
     }
 }
 
-/// The kind of layer that a section is for.
+/// The kinds of layers for which a recipe has separate sections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerKind {
     /// Dense linear layers.
@@ -226,8 +227,8 @@ impl LayerKind {
         }
     }
 
-    /// Whether this kind of layer has the site. Only experts have dispatch, combine and two products; the head saves only a gradient; a
-    /// router chooses only the precision of its weight.
+    /// Whether this kind of layer has the site. Only expert layers have dispatch, combine and two weights. The head saves only a gradient.
+    /// For a router, a recipe chooses only the precision of the weight.
     pub fn has(self, site: Site) -> bool {
         use Site::*;
         match self {
@@ -245,7 +246,7 @@ impl LayerKind {
         Site::ALL.into_iter().filter(move |site| self.has(*site))
     }
 
-    /// The products that may have a transform. The head's fused loss and the router have no such products.
+    /// The products of this kind of layer that may have a transform. The products of the head and of the router cannot have a transform.
     pub fn transformed(self) -> &'static [Product] {
         match self {
             Self::Linear | Self::Expert => &Product::ALL,
@@ -253,7 +254,7 @@ impl LayerKind {
         }
     }
 
-    /// The parts before the dot of the keys of this kind's sites.
+    /// The parts before the dot in the keys of all sites of this kind of layer, such as `fprop`.
     pub fn products(self) -> Vec<&'static str> {
         let mut products: Vec<_> = self.sites().map(Site::product).collect();
         products.dedup();

@@ -5,16 +5,17 @@ use crate::{Backend, Error, Result};
 use nibble_formats::{Purpose, Stream, hadamard};
 use std::fmt;
 
-/// The transform of a product. Both operands have the same signs, so the product does not change.
+/// The random Hadamard transform of the operands of a product. Both operands are transformed with the same random signs, so the exact
+/// product does not change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Transform {
-    /// Length of a transform block: one of [`hadamard::LENGTHS`].
+    /// The number of consecutive values that are transformed together, which is one of [`hadamard::LENGTHS`].
     pub len: usize,
-    /// How the signs are sampled.
+    /// How often the random signs are sampled.
     pub signs: Signs,
 }
 
-/// How the signs of a transform are sampled. Each layer has its own signs.
+/// How often the random signs of a transform are sampled. Each layer has its own signs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Signs {
     /// The signs are sampled once, from the run's seed.
@@ -38,8 +39,8 @@ impl Transform {
         }
     }
 
-    /// The transform of the layer `site` as an argument of an operation, for a run's seed and step. `on_device` is a buffer with the step,
-    /// if the step is on the device.
+    /// The transform of the layer `site` as an argument of an operation, for the seed and the step of a run. If the number of the step is
+    /// on the device, `on_device` is the buffer that contains it.
     pub fn hadamard<'a, B: Backend>(
         &self,
         seed: u64,

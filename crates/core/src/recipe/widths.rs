@@ -4,14 +4,15 @@ use super::{Layer, LayerKind, Product, Recipe, Section, Setting, Transform};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The contraction lengths of a layer's fprop, dgrad and wgrad, in the order of [`Product::ALL`]. Each length is the greatest common
-/// divisor over the layer's weights. 0 stands for a length that every transform divides.
+/// The contraction lengths of a layer's fprop, dgrad and wgrad, in the order of [`Product::ALL`]. If a layer has several weights, each
+/// length is the greatest common divisor of their lengths. The value 0 means that transforms of every length are allowed.
 pub type Contracted = [usize; Product::ALL.len()];
 
 /// The contraction lengths of the products of a model's layers, by the name of the layer.
 pub type Widths = BTreeMap<String, Contracted>;
 
-/// A product of a layer in which a recipe's transform is shortened or left out.
+/// A product of a layer whose transform is shorter than the recipe requests, or left out, because the requested length does not divide the
+/// contraction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shortened {
     /// The kind of the layer.
@@ -22,29 +23,31 @@ pub struct Shortened {
     pub product: Product,
     /// The contraction length of the product, as in [`Contracted`].
     pub contracted: usize,
-    /// The length of the recipe's transform.
+    /// The length of the transform that the recipe requests.
     pub from: usize,
-    /// The length of the layer's transform; `None` if the layer has no transform.
+    /// The length of the transform that the layer uses; `None` if the layer uses no transform.
     pub to: Option<usize>,
 }
 
 impl Recipe {
-    /// The recipe for a model with these widths. If a transform's length does not divide the contraction length of its product,
-    /// [`Recipe::section`] returns the longest shorter transform whose length does ([`Transform::fitted`]). If there is no such transform,
-    /// the product has no transform, and its operands have no `correction`, because a correction is unbiased only under a transform.
-    /// [`Recipe::to_toml`] writes the recipe as it was read, whatever the widths.
+    /// The recipe for a model whose layers have these contraction lengths. If the length of a transform does not divide the contraction
+    /// length of its product, [`Recipe::section`] returns the longest shorter transform whose length divides it ([`Transform::fitted`]). If
+    /// there is no such transform, the product has no transform. The operands of such a product have no `correction` either, because a
+    /// correction is unbiased only with a transform. The method [`Recipe::to_toml`] writes the recipe as it was read, whatever the
+    /// contraction lengths are.
     #[must_use]
     pub fn with_widths(self, widths: Widths) -> Self {
         Self { widths: Some(Arc::new(widths)), ..self }
     }
 
-    /// The recipe for a model whose widths are multiples of the recipe's transform lengths.
+    /// The recipe for a model in which the lengths of all transforms divide the contraction lengths.
     #[must_use]
     pub fn without_widths(self) -> Self {
         Self { widths: None, ..self }
     }
 
-    /// Whether the recipe depends on a layer's widths: whether fprop or dgrad of any layer has a transform at any point of a run.
+    /// Whether the recipe depends on the contraction lengths of layers, because fprop or dgrad of some layer has a transform at some point
+    /// of a run.
     pub fn transforms_widths(&self) -> bool {
         let of_base = LayerKind::ALL.into_iter().flat_map(|kind| self.of(kind).settings(kind));
         let of_overrides = self.overrides.iter().flat_map(|o| o.set.iter().map(|(_, setting)| *setting));
@@ -89,9 +92,9 @@ impl Recipe {
 }
 
 impl Transform {
-    /// The transform for a product with this contraction length. The result is this transform if its length divides the contraction
-    /// length; otherwise the longest shorter transform whose length does, with signs from the same source. `None` if there is no such
-    /// transform.
+    /// The transform for a product with this contraction length. If the length of this transform divides the contraction length, the result
+    /// is this transform. Otherwise the result is the longest shorter transform whose length divides the contraction length, with signs
+    /// that are sampled in the same way. Returns `None` if there is no such transform.
     #[must_use]
     pub fn fitted(self, contracted: usize) -> Option<Self> {
         let lengths = nibble_formats::hadamard::LENGTHS.into_iter().rev();

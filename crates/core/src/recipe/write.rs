@@ -7,7 +7,8 @@ use std::fmt::{self, Write};
 use toml::Value;
 
 impl Recipe {
-    /// The whole recipe as a file that does not refer to another recipe. [`Recipe::parse`] reads the same recipe from this file.
+    /// The whole recipe as the text of a recipe file that does not refer to another recipe. [`Recipe::parse`] returns the same recipe when
+    /// it parses this text.
     pub fn to_toml(&self) -> String {
         let mut out = format!(
             "description = {}\nactivations = \"{}\"\n",

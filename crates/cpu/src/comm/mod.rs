@@ -29,10 +29,10 @@ struct CircleShape {
 
 /// A rank's communicator through host memory, with ranks that are threads of this process or, by a [`Link`], ranks of other processes.
 ///
-/// No rank waits forever. Pending and later calls of all ranks fail, along every axis of a mesh, if a rank calls [`Comm::abort`], is
-/// dropped while its thread panics, or gets an error from a collective. Calls also fail on all ranks if a call needs a rank that was
-/// dropped earlier. For this, a rank's thread must own its communicators and transfers, because an object that outlives the thread cannot
-/// report the thread's end.
+/// No rank waits forever. If a rank calls [`Comm::abort`], is dropped while its thread panics, or gets an error from a collective, all
+/// pending and later calls of all ranks fail, along every axis of a mesh. Calls also fail on all ranks if a call needs a rank that was
+/// dropped earlier. For this reason, the thread of a rank must own its communicators and transfers. An object that outlives the thread
+/// cannot report that the thread has ended.
 #[derive(Debug, Clone)]
 pub struct HostComm {
     circle: CircleShape,

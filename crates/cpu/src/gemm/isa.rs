@@ -1,6 +1,6 @@
 use super::GemmError;
 
-/// The instruction set of a GEMM. All instruction sets give the same bits and differ only in speed.
+/// The instruction set of a GEMM. The results of all instruction sets have the same bits, so instruction sets differ only in speed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
     /// Plain Rust, which the compiler vectorises where the target has a fused multiply-add.

@@ -140,10 +140,10 @@ impl Engine {
         Ok(())
     }
 
-    /// The grouped GEMM of wgrad. For each group g, D\[g\] `[m, n]` is the sum of A(r)ᵀ·B(r) over the rows r of the group. D\[g\] starts `m
-    /// · stride` elements after D\[g − 1\]. The D of an empty group is zero, or unchanged when accumulating. Plain operands are `[rows, m]`
-    /// and `[rows, n]`, and are read transposed. Block-scaled operands are stored transposed, with codes `[m][capacity]`, and every `start`
-    /// is a multiple of the block.
+    /// The grouped GEMM of wgrad. For each group g, D\[g\] `[m, n]` is the sum of A(r)ᵀ·B(r) over the rows r of the group. D\[g\] starts
+    /// `m · stride` elements after D\[g − 1\]. If a group is empty, its D is zero, or does not change if the call accumulates. Plain
+    /// operands are `[rows, m]` and `[rows, n]`, and are read transposed. Block-scaled operands are stored transposed, with codes
+    /// `[m][capacity]`, and every `start` is a multiple of the block.
     ///
     /// # Errors
     /// The errors of [`Engine::gemm`]; also if a group starts within a block.

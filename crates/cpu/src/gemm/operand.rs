@@ -43,9 +43,9 @@ impl Data<'_> {
 pub struct OperandScales<'a> {
     /// The scales, one number per block.
     pub values: ScalePlane<'a>,
-    /// Elements of the contraction per scale; an even number, typically 128 or 32.
+    /// The number of elements along the contraction that share a scale, which is even and typically 128 or 32.
     pub block: usize,
-    /// Rows per scale: 1, or 128 for 2-D blocks.
+    /// The number of rows that share a scale, which is 1, or 128 for 2-D blocks.
     pub rows_per_scale: usize,
     /// Index of the scale of element (0, 0).
     pub offset: usize,
@@ -54,12 +54,13 @@ pub struct OperandScales<'a> {
 }
 
 impl<'a> OperandScales<'a> {
-    /// One scale per `block` elements of a row; rows are `stride` scales apart.
+    /// Scales that each belong to `block` elements of a row. The scales of consecutive rows are `stride` scales apart.
     pub fn rows(values: ScalePlane<'a>, block: usize, stride: usize) -> Self {
         Self { values, block, rows_per_scale: 1, offset: 0, stride }
     }
 
-    /// One scale per `block` × `block` elements; rows of blocks are `stride` scales apart.
+    /// Scales that each belong to a 2-D block of `block` × `block` elements. The scales of consecutive rows of blocks are `stride` scales
+    /// apart.
     pub fn tiles(values: ScalePlane<'a>, block: usize, stride: usize) -> Self {
         Self { values, block, rows_per_scale: block, offset: 0, stride }
     }
@@ -102,8 +103,8 @@ impl<'a> OperandView<'a> {
         Self { data, offset: 0, stride, transposed: false, scales: None }
     }
 
-    /// A view of a source [K, rows] with `stride` elements from one k to the next: the contraction runs along the columns of the source.
-    /// A·B reads B this way, and Aᵀ·B reads both operands this way.
+    /// A view of a source [K, rows] with `stride` elements from one k to the next: the contraction runs along the columns of the source. A
+    /// product A·B reads B through such a view, and a product Aᵀ·B reads both operands through such views.
     pub fn transposed(data: Data<'a>, stride: usize) -> Self {
         Self { data, offset: 0, stride, transposed: true, scales: None }
     }

@@ -5,14 +5,16 @@
 
 use half::bf16;
 
-/// The F32 dot product: `acc = fma(a[k], b[k], acc)`, k ascending from `acc = 0`. The sum ends with the shorter slice.
+/// The F32 dot product: `acc = fma(a[k], b[k], acc)`, k ascending from `acc = 0`. If the slices have different lengths, the sum ends at the
+/// end of the shorter slice.
 pub fn dot_f32(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).fold(0.0, |acc, (&x, &y)| x.mul_add(y, acc))
 }
 
 /// The BF16 dot product, as `vdpbf16ps` computes it. The sum starts at zero; for each pair (2j, 2j + 1), an fma adds the product of the odd
-/// elements, then another fma adds the product of the even elements. Subnormal inputs count as zeros of their sign. A result that is tiny
-/// after rounding to 24 bits with an unbounded exponent becomes a zero of its sign. An odd last element is paired with zero.
+/// elements, then another fma adds the product of the even elements. A subnormal input counts as a zero with the same sign. A result that
+/// is tiny after rounding to 24 bits with an unbounded exponent becomes a zero of its sign. If the number of elements is odd, the last
+/// element is paired with zero.
 pub fn dot_bf16(a: &[bf16], b: &[bf16]) -> f32 {
     let pair = |x: &[bf16]| (daz(x[0]), x.get(1).map_or(0.0, |&odd| daz(odd)));
     a.chunks(2).zip(b.chunks(2)).fold(0.0, |acc, (x, y)| {

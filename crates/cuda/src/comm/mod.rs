@@ -32,8 +32,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The version of NCCL that is used, or why NCCL cannot be used. The first call searches for NCCL and
-/// loads the library.
+/// The version of NCCL that this process has loaded, or an explanation why NCCL cannot be used. The first call searches for NCCL and loads
+/// the library.
 ///
 /// # Errors
 /// The error is a sentence that says what is missing.
@@ -53,7 +53,7 @@ pub enum Sums {
     Nccl,
 }
 
-/// A rank's communicator among ranks on GPUs, with one GPU per rank.
+/// The communicator of a rank in a run with one GPU per rank.
 pub struct NcclComm {
     queue: Arc<Queue>,
     /// The ranks over which NCCL sums; `None` if NCCL does not sum.
@@ -72,8 +72,8 @@ impl Debug for NcclComm {
 }
 
 impl NcclComm {
-    /// Creates a rank's communicators along the axes of a mesh; `peers` connects the hosts of its ranks. The call waits for all ranks of
-    /// the mesh. Messages that take longer than `deadline` fail the run, and the rank stops.
+    /// Creates the communicators of a rank along the axes of a mesh. The host code of all ranks communicates through `peers`. The call
+    /// waits for all ranks of the mesh. If a message takes longer than `deadline`, the run fails and the rank stops.
     ///
     /// # Errors
     /// [`Error::Device`] if NCCL cannot be used; [`Error::Comm`] if two ranks have the same GPU or different versions of NCCL, or if a rank

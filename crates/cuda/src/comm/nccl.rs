@@ -106,7 +106,7 @@ pub(super) struct Message {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sum {
     pub from: u64,
-    /// Address of the result; only the rank that receives the sum reads this field.
+    /// The address of the result. Only the rank that receives the sum uses this field.
     pub to: u64,
     pub values: usize,
     /// The number of the receiving rank in the communicator.
@@ -220,7 +220,7 @@ impl Nccl {
         self.answer("messages", handle, state)
     }
 
-    /// Issues messages on a stream, as one group.
+    /// Issues messages on a stream, as one NCCL group.
     ///
     /// # Safety
     /// The handle must be alive, and its device's context current. All memory must be on that device and alive, and must not be used by
@@ -248,10 +248,10 @@ impl Nccl {
         })
     }
 
-    /// Issues sums on a stream, as one group. Every rank of the communicator issues the same sums.
+    /// Issues sums over ranks on a stream, as one NCCL group. Every rank of the communicator issues the same sums.
     ///
     /// # Safety
-    /// The conditions are those of [`Nccl::exchange`].
+    /// The caller must meet the same conditions as for [`Nccl::exchange`].
     pub unsafe fn reduce(&self, handle: Handle, stream: Stream, sums: &[Sum]) -> Result<()> {
         let (of, by) = SUM_OF_F32;
         self.grouped(handle, |first| {
@@ -290,7 +290,7 @@ impl Nccl {
         self.answer("ncclCommSplit", handle, code).map(|()| part)
     }
 
-    /// Aborts a communicator and all of its operations in flight; the device continues.
+    /// Aborts a communicator and all of its operations in flight. Other work on the device continues.
     ///
     /// # Safety
     /// The handle must be alive, and must not be used afterwards.

@@ -98,8 +98,7 @@ impl fmt::Debug for Queue {
 }
 
 impl Queue {
-    /// Connects to the other ranks of the mesh. Messages that take longer than `deadline` fail the
-    /// run.
+    /// Connects to the other ranks of the mesh. If a message takes longer than `deadline`, the run fails.
     pub fn new(
         device: &Device,
         (peers, shape): (Arc<dyn Peers>, MeshShape),
@@ -137,7 +136,7 @@ impl Queue {
         &self.inner.device
     }
 
-    /// The total time of messages so far, including this rank's wait for other ranks.
+    /// The total time that messages have taken so far, including the time in which this rank waited for other ranks.
     pub fn busy(&self) -> Duration {
         Duration::from_nanos(self.inner.busy.load(Ordering::Relaxed))
     }
@@ -154,7 +153,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Issues messages after all work issued on the device so far. A rank's messages to itself are copies on the device's own stream.
+    /// Issues messages, which run after all work that has been issued on the device so far. A rank's messages to itself are copies on the
+    /// device's own stream.
     ///
     /// # Safety
     /// All memory must be on this device. Until the messages are joined, memory that is sent must not be written, memory that is received
@@ -187,11 +187,10 @@ impl Queue {
         Ok(under_way)
     }
 
-    /// Issues sums by NCCL, in NCCL's own order, after all work issued on the device so far.
+    /// Issues sums over ranks, which NCCL computes in its own order after all work that has been issued on the device so far.
     ///
     /// # Safety
-    /// The conditions are those of [`Queue::send`]. The queue must have been created for
-    /// [`Sums::Nccl`].
+    /// The caller must meet the same conditions as for [`Queue::send`]. The queue must have been created for [`Sums::Nccl`].
     pub unsafe fn reduce(&self, call: &'static str, over: Over, sums: &[Sum]) -> Result<Sent> {
         let inner = &self.inner;
         inner.queued(call, |Handles { all, replicas }| {
@@ -204,7 +203,7 @@ impl Queue {
 }
 
 impl Sent {
-    /// Orders all later work of the device after the messages.
+    /// Makes all work that is issued on the device later run after the messages.
     pub fn join(mut self) -> Result<()> {
         self.joined()
     }

@@ -4,7 +4,7 @@ use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// The content address of a compiled instance.
+/// The key of a compiled kernel in the cache, which is a digest of everything that determines the compiled code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key([u8; 32]);
 
@@ -37,14 +37,14 @@ impl fmt::Display for Key {
     }
 }
 
-/// The resources that an instance needs, as ptxas reports them.
+/// The resources that a compiled kernel needs, as ptxas reports them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Resources {
     /// Registers per thread.
     pub registers: u32,
-    /// Spill stores: bytes stored to local memory because registers are lacking.
+    /// The number of bytes of spill stores, which are written to local memory because there are not enough registers.
     pub spill_store_bytes: u32,
-    /// Spill loads: bytes loaded back from local memory.
+    /// The number of bytes of spill loads, which are read back from local memory.
     pub spill_load_bytes: u32,
     /// Static shared memory in bytes; the launch determines dynamic shared memory.
     pub static_shared_bytes: u32,

@@ -5,8 +5,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Path under `csrc/` and text of every source file and of the generated list of formats, sorted by
-/// path.
+/// The path under `csrc/` and the text of every source file and of the generated list of formats. The list is sorted by path.
 pub const EMBEDDED: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
 /// The one source that the build script generates, from the declarations in the headers of formats. The table of formats in the binary
@@ -26,8 +25,8 @@ impl Sources {
         Self::from_files(EMBEDDED.iter().map(|&(path, text)| (path.to_owned(), Cow::Borrowed(text))))
     }
 
-    /// The binary's sources; if `NIBBLE_CSRC` is set, the texts of the same files are read from its
-    /// directory.
+    /// The sources that are embedded in the binary. If `NIBBLE_CSRC` is set, the texts of the same files are read from this directory
+    /// instead.
     pub fn from_env() -> Result<Self> {
         crate::env::csrc().map_or_else(|| Ok(Self::embedded()), |folder| Self::from_folder(&folder))
     }
@@ -47,7 +46,7 @@ impl Sources {
         Ok(Self { files: EMBEDDED.iter().map(text).collect::<Result<_>>()? })
     }
 
-    /// The set of these (path, text) pairs.
+    /// A set of sources that consists of these (path, text) pairs.
     pub fn from_files(files: impl IntoIterator<Item = (String, Cow<'static, str>)>) -> Self {
         Self { files: files.into_iter().collect() }
     }

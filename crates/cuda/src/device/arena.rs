@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Memory is mapped in pieces of at least this many bytes, because each mapping is a slow driver call.
 const SMALLEST_PIECE: usize = 64 << 20;
 
-/// An arena of one device; [`nibble_core::Backend::arena`] explains arenas. An arena's memory is freed when its last
-/// handle, its last buffer, and every recording that may use it are gone.
+/// An arena of one device; [`nibble_core::Backend::arena`] explains arenas. The memory of an arena is freed when its last handle and its
+/// last buffer are dropped, and no recording is left that may use the memory.
 #[derive(Clone)]
 pub struct Arena {
     shared: Arc<Shared>,

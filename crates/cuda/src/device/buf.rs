@@ -25,7 +25,7 @@ impl<T: Plain> Buf<T> {
         &mut self.buffer
     }
 
-    /// The buffer, for writing. If another handle shares the bytes, this handle first gets its own copy.
+    /// The buffer, for writing. If another handle shares the bytes, the method first copies the bytes for this handle.
     pub fn make_mut(&mut self) -> Result<&mut Buffer<T>> {
         if !self.buffer.is_sole() {
             self.buffer.device().traffic().copy_on_write();

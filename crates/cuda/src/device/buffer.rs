@@ -98,8 +98,8 @@ fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<sys::C
 const ZEROS: usize = 6 << 10;
 
 impl Device {
-    /// Allocates a buffer with undefined content, for outputs that a kernel writes in full. The buffer lies in this
-    /// thread's current arena or, if there is none, in the pool.
+    /// Allocates a buffer with undefined content, for outputs that a kernel writes in full. The memory comes from the current arena of this
+    /// thread or, if there is none, from the pool of the device.
     ///
     /// # Errors
     /// [`Error::Device`] if no memory is left, or outside an arena while work is being recorded.
@@ -184,7 +184,7 @@ impl Device {
         self.zeros().lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Allocates a buffer and sets every byte to `byte`: 0, or a poison value.
+    /// Allocates a buffer and sets every byte to `byte`, which is 0 or a value that makes reads of unwritten memory visible.
     pub fn filled<T: Pod>(&self, len: usize, byte: u8) -> Result<Buffer<T>> {
         let mut buffer = self.alloc(len)?;
         buffer.fill(byte)?;

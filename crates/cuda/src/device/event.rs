@@ -5,7 +5,7 @@ use crate::driver::named;
 use cudarc::driver::{result, sys};
 use nibble_core::Result;
 
-/// A marked point in a stream.
+/// A CUDA event, which marks a point in a stream.
 pub struct Event {
     event: sys::CUevent,
     device: Device,
@@ -43,7 +43,7 @@ impl Event {
         self.device.stream().is_ok() && unsafe { result::event::query(self.event) }.is_ok()
     }
 
-    /// Milliseconds from `earlier` to this event; waits until the device has passed this event.
+    /// The time from `earlier` to this event in milliseconds. The call waits until the device has passed this event.
     ///
     /// # Errors
     /// [`nibble_core::Error::Device`], including for an event that was never recorded.

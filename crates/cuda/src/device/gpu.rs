@@ -19,7 +19,7 @@ pub(crate) struct Gpu {
     pub copies: sys::CUstream,
     pub pool: sys::CUmemoryPool,
     pub recordings: Recordings,
-    /// The size of the device's memory, and how much of it other processes used at opening.
+    /// The size of the device memory, and the number of bytes that other processes used when the device was opened.
     pub room: Option<Room>,
     live_bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
@@ -81,7 +81,7 @@ impl Gpu {
         }
     }
 
-    /// Bytes of the device that all processes use now.
+    /// The number of bytes of device memory that all processes together use now.
     pub fn in_use(&self) -> Option<usize> {
         self.bind().ok()?;
         result::mem_get_info().ok().map(|(free, total)| total.saturating_sub(free))
@@ -104,7 +104,7 @@ impl Gpu {
         }
     }
 
-    /// Frees memory when no recording is left that may use it.
+    /// Frees memory as soon as no recording is left that may use the memory.
     pub fn give_back(&self, born: u64, kept: Kept) {
         if let Some(kept) = self.recordings.keep(born, kept) {
             self.free(kept);

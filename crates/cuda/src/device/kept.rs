@@ -57,8 +57,8 @@ impl Recordings {
         self.lock().under_way
     }
 
-    /// Retains memory that was allocated when `born` recordings had finished, if a later recording may use it.
-    /// If no later recording may use the memory, it is returned for the caller to free.
+    /// Retains memory instead of freeing it if a recording may use it. The memory was allocated when `born` recordings had finished. If no
+    /// later recording may use the memory, it is returned for the caller to free.
     pub fn keep(&self, born: u64, kept: Kept) -> Option<Kept> {
         let mut state = self.lock();
         let life = (born, state.begun);

@@ -9,9 +9,9 @@ use std::ptr::NonNull;
 pub(crate) struct Landing {
     pub bytes: NonNull<u8>,
     pub size: usize,
-    /// The event that passes on the first stream when the copy on the device is complete.
+    /// The event on the first stream that the device passes when the copy within the device is complete.
     pub ready: sys::CUevent,
-    /// The event that passes on the second stream when the data has arrived here.
+    /// The event on the second stream that the device passes when the data has arrived in host memory.
     pub done: sys::CUevent,
 }
 

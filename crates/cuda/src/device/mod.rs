@@ -65,7 +65,7 @@ struct Inner {
 /// contains it.
 pub(crate) struct PooledZeros {
     pub address: sys::CUdeviceptr,
-    /// How many recordings had finished when the words were allocated.
+    /// The number of recordings that had finished when the words were allocated.
     pub born: u64,
 }
 
@@ -142,8 +142,8 @@ impl Device {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Opens the same GPU again, with separate streams and a separate memory pool; both share compiled kernels. The context belongs to
-    /// the process, so an error that corrupts the context affects both.
+    /// Opens the same GPU again, with separate streams and a separate memory pool. The old and the new device share compiled kernels. The
+    /// context belongs to the process, so an error that corrupts the context affects both.
     pub fn reopened(&self) -> Result<Self> {
         Self::with_jit(self.info().ordinal, self.inner.jit.clone())
     }
@@ -163,12 +163,12 @@ impl Device {
         self.inner.gpu.memory()
     }
 
-    /// Bytes of the device that all processes use now.
+    /// The number of bytes of device memory that all processes together use now.
     pub fn in_use(&self) -> Option<usize> {
         self.inner.gpu.in_use()
     }
 
-    /// The size of the device's memory, and how much of it other processes used at opening.
+    /// The size of the device memory, and the number of bytes that other processes used when the device was opened.
     pub fn room(&self) -> Option<Room> {
         self.inner.gpu.room
     }
@@ -267,8 +267,7 @@ impl Device {
         self.inner.gpu.not_recording(call)
     }
 
-    /// Frees memory when no recording is left that may use it. The memory was allocated when `born` recordings had
-    /// finished.
+    /// Frees memory as soon as no recording is left that may use the memory. The memory was allocated when `born` recordings had finished.
     pub(crate) fn give_back(&self, born: u64, kept: Kept) {
         self.inner.gpu.give_back(born, kept);
     }

@@ -33,14 +33,14 @@ impl fmt::Debug for Recording {
 }
 
 impl Device {
-    /// Records the work that the function `work` issues to this device, without executing it: no value on the device changes. The
-    /// kernels that the work needs are compiled and loaded. `work` must issue its work from this thread alone, and must not wait: no
-    /// uploads, no downloads. `work` must allocate in an arena ([`nibble_core::Backend::within`], around the recording or inside it),
-    /// and the recording keeps that arena alive. A device has one stream, so work that other threads issue to it in the meantime is
-    /// also recorded, or refused.
+    /// Records the device work that the function `work` issues, without executing this work, so that no value on the device changes. The
+    /// kernels that the work needs are compiled and loaded. The function `work` must issue device work from this thread only, and must not
+    /// wait for the device. So it cannot upload or download. `work` must allocate in an arena ([`nibble_core::Backend::within`], around the
+    /// recording or inside it), and the recording keeps that arena alive. If other threads issue work to the device in the meantime, this
+    /// work is also recorded or returns an error, because a device has only one stream.
     ///
     /// # Errors
-    /// The error of `work`; [`nibble_core::Error::Device`] for a call that cannot be recorded, or if another recording is in progress.
+    /// Any error of `work`, and [`nibble_core::Error::Device`] if a call cannot be recorded or another recording is in progress.
     pub fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Recording> {
         let stream = self.stream()?;
         let alive = Alive::begin(self)?;
@@ -62,8 +62,8 @@ impl Device {
         Ok(Recording { exec: named("cuGraphInstantiate", exec)?, arenas, launched, alive })
     }
 
-    /// Launches recorded work on the stream, at the same addresses as recorded. If a recorded buffer has been dropped,
-    /// its address in the arena may belong to another buffer, which is then overwritten.
+    /// Launches recorded work on the stream. The work uses the same addresses as when it was recorded. If a recorded buffer has been
+    /// dropped, its address in the arena may belong to another buffer, which is then overwritten.
     ///
     /// # Errors
     /// [`nibble_core::Error::Device`] for a recording of another device, or while work is being recorded.

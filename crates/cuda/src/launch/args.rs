@@ -8,8 +8,8 @@ use nibble_formats::{Codec, Rounding, Stream, hadamard};
 
 plain_args!(Divider, StreamArg, RoundingArg, HadamardArg, DecodeArg);
 
-/// Mirrors the device struct `Divider` (csrc/math/reduce.cuh): n / d for n below 2^31 by a
-/// multiplication.
+/// A divisor d with the constants by which a multiplication computes n / d, for n below 2^31. This struct has the memory layout of the
+/// device struct `Divider` (csrc/math/reduce.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Divider {
@@ -18,8 +18,7 @@ pub struct Divider {
 }
 
 impl Divider {
-    /// Divides by `d`. A `d` of 0 is treated as 1. For `d` from 2^31 on the quotient is always 0, because
-    /// `n` is smaller.
+    /// Divides by `d`. If `d` is 0, the divisor is 1. For `d` from 2^31 on the quotient is always 0, because `n` is smaller.
     pub fn by(d: u32) -> Self {
         let d = d.clamp(1, 1 << 31);
         let shift = d.next_power_of_two().trailing_zeros();
@@ -27,8 +26,7 @@ impl Divider {
     }
 }
 
-/// Mirrors the device struct `Stream` (csrc/math/philox.cuh). The keys of all rounds are computed here,
-/// once per launch.
+/// Mirrors the device struct `Stream` (csrc/math/philox.cuh). The host computes the Philox keys of all rounds once per launch.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StreamArg {
@@ -66,7 +64,7 @@ pub struct RoundingArg {
 }
 
 impl RoundingArg {
-    /// `random` is read only for codecs that use random bits; an operation's checks reject such a codec without a
+    /// The function reads `random` only if the codec uses random bits. For such a codec, operations have already checked that there is a
     /// stream.
     pub fn new(codec: Codec, random: Option<Random<'_, Cuda>>) -> Self {
         let unused = Stream::new(0, nibble_formats::Purpose::Rounding, 0, 0);

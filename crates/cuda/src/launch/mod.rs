@@ -72,7 +72,7 @@ unsafe impl<T: Pod> KernelArg for Buffer<T> {
 /// The shape of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Launch {
-    /// Number of CTAs in the grid; a multiple of `cluster`.
+    /// The number of CTAs in the grid, which must be a multiple of `cluster`.
     pub ctas: u32,
     /// Number of threads per CTA.
     pub threads: u32,
@@ -149,8 +149,8 @@ impl Kernel {
     /// latency (programmatic dependent launch).
     ///
     /// # Safety
-    /// The conditions are those of [`Kernel::launch`]. In addition, every thread of the kernel must call `ptx::grid_wait` before it reads
-    /// or writes memory that earlier kernels read or write.
+    /// The caller must meet the same conditions as for [`Kernel::launch`]. In addition, every thread of the kernel must call
+    /// `ptx::grid_wait` before it reads or writes memory that earlier kernels read or write.
     pub unsafe fn launch_early(&self, launch: Launch, args: &[&dyn KernelArg]) -> Result<()> {
         // SAFETY: the caller guarantees the conditions.
         unsafe { self.issue(launch, Start::Early, args) }
@@ -176,8 +176,8 @@ impl Kernel {
         self.checked("cuLaunchKernelEx", launch, code)
     }
 
-    /// How many clusters of this shape the device can run at once. The number may be less than SMs / CTAs per
-    /// cluster, because a cluster lies within one group of SMs (GPC), and some groups are smaller than others.
+    /// The number of clusters of this shape that the device can run at the same time. This number may be less than the number of SMs
+    /// divided by the CTAs per cluster, because a cluster runs within one group of SMs (GPC) and some groups are smaller than others.
     pub fn max_clusters(&self, launch: Launch) -> Result<u32> {
         launch.check(self.device.info().shared_bytes_per_cta)?;
         if let Some(&(_, clusters)) =

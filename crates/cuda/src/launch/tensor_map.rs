@@ -57,7 +57,7 @@ impl Swizzle {
     }
 }
 
-/// How much the L2 reads from memory on a miss.
+/// The number of bytes that the L2 cache reads from memory after a miss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fetch {
     /// Only 128 bytes, because neighbouring bytes might be evicted before they are needed.
@@ -66,7 +66,7 @@ pub enum Fetch {
     Bytes256,
 }
 
-/// A row-major matrix in device memory and the tile that one copy moves.
+/// A row-major matrix in device memory, and the tile that one TMA copy reads or writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tiles {
     /// The element type of the matrix.
@@ -88,7 +88,7 @@ pub struct Tiles {
 }
 
 impl Tiles {
-    /// Checks the driver's rules, argument by argument.
+    /// Checks that each argument obeys the rules of the driver for tensor maps.
     pub fn check(&self) -> Result<()> {
         let row_bytes = self.cols.saturating_mul(self.element.bytes());
         let tile_row_bytes = self.tile_cols.saturating_mul(self.element.bytes());
@@ -257,8 +257,8 @@ fn encode<const RANK: usize, const STRIDES: usize>(
     Ok(map)
 }
 
-/// An encoded descriptor, passed to kernels by value. A descriptor contains only the address of the memory, so the
-/// memory must outlive the launch.
+/// An encoded TMA descriptor, which is passed to kernels by value. The descriptor contains only the address of the memory, so the memory
+/// must not be freed before the launch has finished.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct TensorMap(pub(crate) sys::CUtensorMap);
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 /// The period between two samples.
 const PERIOD: Duration = Duration::from_millis(50);
 
-/// Readings of power and clocks during the work.
+/// The power and the clock of a GPU, measured during some work.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Draw {
     /// Power of the whole board in watts, averaged over about the last second.
@@ -19,7 +19,7 @@ pub struct Draw {
     pub sm_mhz: u32,
 }
 
-/// NVML, and the GPU that is measured.
+/// A connection to NVML for one GPU, whose power and clock it measures.
 pub struct Meter {
     nvml: Nvml,
     uuid: String,
@@ -39,8 +39,8 @@ impl Meter {
         Some(Draw { watts: device.power_usage().ok()? as f32 / 1e3, sm_mhz })
     }
 
-    /// Runs the work, which should take at least a second, and samples meanwhile; the readings are `None` if
-    /// no thread can be started.
+    /// Runs `work`, which should take at least a second, and measures power and clock at the same time. The readings are `None` if the
+    /// measuring thread cannot be started.
     pub fn during<R>(&self, work: impl FnOnce() -> R) -> (R, Option<Draw>) {
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {

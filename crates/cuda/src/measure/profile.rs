@@ -12,13 +12,13 @@ use std::sync::PoisonError;
 pub struct OpTime {
     /// The operation's name, as in [`nibble_core::ops`].
     pub op: &'static str,
-    /// Time from the end of all work issued before the operation to the operation's own end.
+    /// The time from the end of all work that was issued before the operation to the end of the operation.
     pub ms: f32,
 }
 
 impl Cuda {
-    /// Runs `work`, waits for it, and returns the time of each of its operations on the device, in order. The times are
-    /// those of a busy device only if the device always has issued work left; to ensure this, issue long work first.
+    /// Runs `work`, waits for it, and returns the time of each of its operations on the device, in order. The times are those of a busy
+    /// device only if the host issues work faster than the device completes it. To ensure this, issue a long operation first.
     ///
     /// # Errors
     /// The error of `work`; [`nibble_core::Error::Device`] from the events.
@@ -44,8 +44,8 @@ impl Cuda {
         Ok((result?, times.collect::<Result<_>>()?))
     }
 
-    /// Runs `work` and returns the kernels that ran for it, in order: the kernels that it launched, and those of its recordings, once
-    /// per replay.
+    /// Runs `work` and returns the kernels that ran for it, in order. The list contains the kernels that `work` launched, and the kernels
+    /// of each recording as often as the recording was replayed.
     ///
     /// # Errors
     /// The error of `work`; [`nibble_core::Error::Device`] inside another call of this function.

@@ -2,29 +2,31 @@ use crate::error::expect_eq;
 use crate::ops::Positions;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
-/// Assembles keys and values of multi-head latent attention from a latent's up-projection and from a key that all heads share (DeepSeek-AI
-/// 2024, "DeepSeek-V2", section 2.1). A head's key is its own n elements, followed by the r elements of the shared key, which are rotated
-/// as in [`Rope`](crate::ops::Rope). A head's value is its own u elements. The shared key is rounded once, after the rotation; all other
-/// elements are copied.
+/// Assembles the keys and values of multi-head latent attention (MLA) from the up-projected latent and the key that all heads share
+/// (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1). The key of a head consists of n elements of that head, followed by the r elements of the
+/// shared key. The op rotates only the shared key, by the rotary embedding of [`Rope`](crate::ops::Rope). The value of a head consists of u
+/// elements of that head. The shared key is rounded once, after the rotation; all other elements are copied.
 ///
-/// Legend: t tokens, h heads, n own elements of a key, r shared elements of a key, u elements of a value.
+/// In the shapes below, there are t tokens and h heads. A key has n elements that belong to one head and r elements that all heads share,
+/// and a value has u elements.
 #[derive(Debug)]
 pub struct AssembleKv<'a, B: Backend> {
-    /// Shape `[t, h · (n + u)]`, F32 or BF16: for each head, n elements of its key, then u elements of its value.
+    /// The up-projected latent, of shape `[t, h · (n + u)]` and type F32 or BF16. Each head has n elements of its key, followed by u
+    /// elements of its value.
     pub up: &'a Tensor<B>,
     /// The shared key before the rotation, `[t, r]`, of the same type as `up`.
     pub shared: &'a Tensor<B>,
-    /// The table of [`Rope`](crate::ops::Rope), F32 `[positions, r]`.
+    /// The cosines and sines of each position, F32 of shape `[positions, r]`, in the layout of [`Rope::table`](crate::ops::Rope::table).
     pub table: &'a Tensor<B>,
-    /// Number n of own elements of a key.
+    /// The number n of key elements that each head has for itself.
     pub key_dim: usize,
-    /// Number u of elements of a value.
+    /// The number u of elements of one head's value.
     pub value_dim: usize,
     /// Positions of the rows.
     pub positions: &'a Positions<B>,
 }
 
-/// The result of [`AssembleKv`], of the type of its operands.
+/// The keys and values that [`AssembleKv`] returns, of the same type as its operands.
 #[derive(Debug, Clone)]
 pub struct AssembledKv<B: Backend> {
     /// Shape `[t, h · (n + r)]`.
@@ -34,7 +36,7 @@ pub struct AssembledKv<B: Backend> {
 }
 
 impl<B: Backend> AssembleKv<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -60,27 +62,28 @@ impl<B: Backend> AssembleKv<'_, B> {
     }
 }
 
-/// The backward pass of [`AssembleKv`]. The gradient of the shared key is summed over heads and rotated back in F32, and is rounded once.
+/// The backward pass of [`AssembleKv`]. The op sums the gradient of the shared key over all heads, rotates the sum back in F32, and rounds
+/// the result once.
 ///
-/// Order of the sum: eight partial sums p₀ to p₇ begin at zero. Partial sum i adds heads i, i + 8, i + 16 and so on, in that order. The
-/// result is ((p₀ + p₄) + (p₂ + p₆)) + ((p₁ + p₅) + (p₃ + p₇)).
+/// The sum over heads uses eight partial sums p₀ to p₇, which start at zero. Partial sum i adds heads i, i + 8, i + 16 and so on, in that
+/// order. The sum over all heads is ((p₀ + p₄) + (p₂ + p₆)) + ((p₁ + p₅) + (p₃ + p₇)).
 #[derive(Debug)]
 pub struct AssembleKvBackward<'a, B: Backend> {
     /// Shape `[t, h · (n + r)]`, F32 or BF16.
     pub dk: &'a Tensor<B>,
-    /// Shape `[t, h · u]`, of the same type.
+    /// The gradient of the values, of shape `[t, h · u]` and the same type as `dk`.
     pub dv: &'a Tensor<B>,
-    /// The table of the forward pass, F32 `[positions, r]`.
+    /// The cosines and sines that the forward pass used, F32 of shape `[positions, r]`.
     pub table: &'a Tensor<B>,
-    /// Number n of own elements of a key.
+    /// The number n of key elements that each head has for itself.
     pub key_dim: usize,
-    /// Number u of elements of a value.
+    /// The number u of elements of one head's value.
     pub value_dim: usize,
     /// Positions of the rows.
     pub positions: &'a Positions<B>,
 }
 
-/// The result of [`AssembleKvBackward`], of the type of its operands.
+/// The gradients that [`AssembleKvBackward`] returns, of the same type as its operands.
 #[derive(Debug, Clone)]
 pub struct AssembledKvGrads<B: Backend> {
     /// Shape `[t, h · (n + u)]`.
@@ -90,9 +93,9 @@ pub struct AssembledKvGrads<B: Backend> {
 }
 
 impl<B: Backend> AssembleKvBackward<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
-    /// Number of partial sums over heads.
+    /// The number of partial sums into which the sum over heads is divided.
     pub const PARTIAL_SUMS: usize = 8;
 
     /// Checks shapes.

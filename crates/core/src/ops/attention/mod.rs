@@ -9,18 +9,20 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// Softmax attention, causal or over the whole sequence, with grouped query heads: head i attends with key/value head i / (heads /
 /// kv_heads).
 ///
-/// Rows are sequences of `seq_len` tokens, one after the other. Scores are q·k · `scale`; scores and sums are F32. Heads of values (and of
-/// the output) may differ in size from heads of queries and keys. For BF16 inputs, a backend may round the probabilities P to BF16 before
-/// they multiply v, because tensor cores need BF16 operands. In the backward pass, a backend may round P and dS before their products; see
-/// [`attention_agreement`].
+/// The rows of q, k and v are the tokens of consecutive sequences of `seq_len` tokens each. A score is q·k · `scale`. Scores and sums are
+/// computed in F32. The head size of the values and of the output may differ from the head size of the queries and keys. For BF16 inputs, a
+/// backend may round the probabilities P to BF16 before they multiply v, because tensor cores need BF16 operands. In the backward pass, a
+/// backend may round the probabilities P and the gradients dS of the scores before multiplying them; [`attention_agreement`] allows for
+/// these errors.
 ///
-/// With [`Windows`], a query attends only to some of its sequence's keys. Keys outside a query's window do not change the result as long
-/// as they are finite; a backend may multiply their values by a probability of 0. Windows that hide nothing give the same bits as no
-/// windows. On a CPU, a packed document has the same bits as in a sequence of its own. On a GPU, whose tiles run along the whole sequence,
-/// the two results agree only within [`attention_agreement`].
+/// With [`Windows`], a query attends only to some of its sequence's keys. Keys outside the window of a query do not change its result if
+/// these keys and the values at their positions are finite. A backend may multiply the values of such keys by a probability of 0. If the
+/// windows hide no key, the result has the same bits as without windows. On a CPU, the result for a document that is packed with others has
+/// the same bits as if the document were alone in a sequence. On a GPU, the result for a packed document agrees with the result for the
+/// document alone only within [`attention_agreement`], because tiles run along the whole sequence.
 ///
-/// With sinks, the softmax denominator of head h has one more term, exp(sink_h). This term has no value vector, so the attention weights
-/// sum to less than 1. A sink of -∞ has no effect.
+/// With sinks, the softmax denominator of head h has one more term, exp(sink_h). The term of a sink has no value vector, so the attention
+/// weights of a query sum to less than 1. A sink of -∞ has no effect.
 #[derive(Debug)]
 pub struct Attention<'a, B: Backend> {
     /// Shape `[t, heads · head_dim]`.
@@ -29,41 +31,43 @@ pub struct Attention<'a, B: Backend> {
     pub k: &'a Tensor<B>,
     /// Shape `[t, kv_heads · value_dim]`.
     pub v: &'a Tensor<B>,
-    /// Elements of a head of queries and keys.
+    /// The number of elements of one head of the queries or keys.
     pub head_dim: usize,
-    /// Elements of a head of values and of the output.
+    /// The number of elements of one head of the values or of the output.
     pub value_dim: usize,
-    /// Factor of the scores, finite and above 0: [`attention_scale`] unless a model has its own scale.
+    /// The factor by which q·k is multiplied, finite and above 0. The factor is [`attention_scale`] unless a model defines another one.
     pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,
-    /// Whether a query sees no key after its own position. Without this mask, each query sees all keys of its sequence, and there are no
-    /// windows.
+    /// Whether a causal mask hides all keys after the position of the query. Without this mask, each query sees all keys of its sequence,
+    /// and there are no windows.
     pub causal: bool,
-    /// The keys to which each query attends, if these are not all keys of its sequence up to its own position.
+    /// Limits the keys to which each query attends; `None` if each query attends to all keys of its sequence up to its own position.
     pub windows: Option<&'a Windows<B>>,
-    /// F32 of shape `[1, heads]`: the attention sink of each query head, an unscaled score without a key.
+    /// The attention sink of each query head, F32 of shape `[1, heads]`. A sink is a score that belongs to no key and is not multiplied by
+    /// `scale`.
     pub sinks: Option<&'a Tensor<B>>,
 }
 
 /// The result of [`Attention`].
 #[derive(Debug, Clone)]
 pub struct AttentionOut<B: Backend> {
-    /// The output `[t, heads · value_dim]`, of the type of q.
+    /// The output, of shape `[t, heads · value_dim]` and the type of q.
     pub out: Tensor<B>,
-    /// log Σ exp(score) of each (row, head), including the term of a sink: `t · heads` values.
+    /// The log-sum-exp of the scores of each (row, head), including the term of a sink; `t · heads` values.
     pub lse: B::Buf<f32>,
 }
 
-/// How closely backends must agree in [`Attention`] and [`AttentionBackward`], by the type of q.
+/// The largest difference that is allowed between the results of two backends in [`Attention`] and [`AttentionBackward`], by the type of q.
 ///
-/// For F32, the bound covers sums in another order. For BF16, the bound covers the rounding of P and dS to 8 bits. Each term is off by up
-/// to 2⁻⁹, and the errors of the terms are independent, so a sum is off by about 1e-3 of its size. If both backends round their results,
-/// the difference is 2.2e-3 to 4.2e-3 for scores that spread by 1 or less (measured on an emulation, normal and heavy-tailed values, up to
-/// 300 tokens). This bound is for the sums before they are rounded. A comparison adds the error of rounding, so the bound of 5e-4 becomes
-/// 4.5e-3. By contrast, a scale that is off by 1 % causes a difference of 5e-3 or more, and one key too many or too few causes a difference
-/// of 0.1 or more. If a single key has nearly all of a query's probability, dq and dk are small differences of large numbers, and no bound
-/// holds for them.
+/// For F32, the bound allows for sums in a different order. For BF16, the bound also allows for rounding the probabilities P and the score
+/// gradients dS to BF16 (8 significant bits). Rounding changes each term of a sum by up to 2⁻⁹ of its value. The rounding errors of the
+/// terms are independent, so the relative error of the sum is about 1e-3. If both backends round, their results differ by 2.2e-3 to 4.2e-3
+/// for scores with a spread of 1 or less. This range was measured in an emulation, for normal and heavy-tailed values and up to 300 tokens.
+/// The bound applies to the sums before they are rounded to the output type. A comparison of outputs adds the error of that rounding to the
+/// bound, so the bound of 5e-4 becomes 4.5e-3. By contrast, a scale that is off by 1 % causes a difference of 5e-3 or more, and one key too
+/// many or too few causes a difference of 0.1 or more. If a single key has nearly all of a query's probability, dq and dk are small
+/// differences of large numbers, and no bound holds for dq and dk.
 pub fn attention_agreement(q: DType) -> Agreement {
     match q {
         DType::F32 => Agreement::RelL2(1e-5),
@@ -104,33 +108,34 @@ impl<'a, B: Backend> Attention<'a, B> {
     }
 }
 
-/// Attention of one new token: the row of [`Attention`] for the last of `len` tokens, over the keys and values of the tokens from `first` on.
-/// Returns `[1, heads · value_dim]`, type of q. Backends must agree as in [`Attention`] ([`attention_agreement`]). On one backend, the result
-/// agrees with that of [`Attention`] within the same bound; on a CPU the two results have the same bits except for the sign of a zero.
+/// Attention of one new token, as in decoding with a KV cache. The op computes the row of [`Attention`] for the last of `len` tokens, which
+/// attends to the tokens from `first` on. The result has the shape `[1, heads · value_dim]` and the type of q. The results of two backends
+/// must agree within [`attention_agreement`]. On one backend, this op and [`Attention`] agree within the same bound. On a CPU, the results
+/// of the two ops have the same bits except for the sign of a zero.
 #[derive(Debug)]
 pub struct AttentionDecode<'a, B: Backend> {
     /// Shape `[1, heads · head_dim]`.
     pub q: &'a Tensor<B>,
-    /// `[capacity, kv_heads · head_dim]`: rows before `first` and from `len` on are not read.
+    /// The cached keys, of shape `[capacity, kv_heads · head_dim]`. The op does not read rows before `first` or from `len` on.
     pub k: &'a Tensor<B>,
-    /// Values `[capacity, kv_heads · value_dim]`; rows from `len` on are not read.
+    /// The cached values, of shape `[capacity, kv_heads · value_dim]`. The op does not read rows from `len` on.
     pub v: &'a Tensor<B>,
-    /// Elements of a head of queries and keys.
+    /// The number of elements of one head of the queries or keys.
     pub head_dim: usize,
-    /// Elements of a head of values and of the output.
+    /// The number of elements of one head of the values or of the output.
     pub value_dim: usize,
-    /// Factor of the scores, finite and above 0: [`attention_scale`] unless a model has its own scale.
+    /// The factor by which q·k is multiplied, finite and above 0. The factor is [`attention_scale`] unless a model defines another one.
     pub scale: f32,
-    /// The first token to whose key the query attends: 0 unless a sliding window hides keys.
+    /// The index of the first token to which the query attends, which is 0 unless a sliding window hides keys.
     pub first: usize,
     /// Number of tokens so far, including the token of q.
     pub len: usize,
-    /// The attention sinks, as in [`Attention`].
+    /// The attention sink of each query head; see [`Attention::sinks`].
     pub sinks: Option<&'a Tensor<B>>,
 }
 
 impl<'a, B: Backend> AttentionDecode<'a, B> {
-    /// Attention with the usual scale ([`attention_scale`]), in which no keys are hidden. `dims` contains `head_dim` and `value_dim`.
+    /// Attention of the last token to all `len` tokens, with the usual scale ([`attention_scale`]).
     pub fn new([q, k, v]: Qkv<'a, B>, (head_dim, value_dim): (usize, usize), len: usize) -> Self {
         Self { q, k, v, head_dim, value_dim, scale: attention_scale(head_dim), first: 0, len, sinks: None }
     }
@@ -158,7 +163,7 @@ impl<'a, B: Backend> AttentionDecode<'a, B> {
     }
 }
 
-/// The backward pass of [`Attention`]; scores are recomputed from q, k and lse.
+/// The backward pass of [`Attention`], which recomputes the probabilities from q, k and lse.
 #[derive(Debug)]
 pub struct AttentionBackward<'a, B: Backend> {
     /// The queries of the forward pass.
@@ -173,11 +178,11 @@ pub struct AttentionBackward<'a, B: Backend> {
     pub lse: &'a B::Buf<f32>,
     /// The gradient of `out`, `[t, heads · value_dim]`.
     pub dout: &'a Tensor<B>,
-    /// Elements of a head of queries and keys.
+    /// The number of elements of one head of the queries or keys.
     pub head_dim: usize,
-    /// Elements of a head of values and of the output.
+    /// The number of elements of one head of the values or of the output.
     pub value_dim: usize,
-    /// Factor of the scores, finite and above 0: [`attention_scale`] unless a model has its own scale.
+    /// The factor by which q·k is multiplied, finite and above 0. The factor is [`attention_scale`] unless a model defines another one.
     pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,
@@ -198,13 +203,13 @@ pub struct AttentionGrads<B: Backend> {
     pub dk: Tensor<B>,
     /// Gradient of v, with the shape and type of v.
     pub dv: Tensor<B>,
-    /// F32 of shape `[t, heads]`, with sinks: each row's contribution to the gradient of the sinks, -exp(sink - lse) · (out · dout).
-    /// [`AddBiasBackward`](super::AddBiasBackward) sums the rows.
+    /// The contribution of each row to the gradient of the sinks, -exp(sink - lse) · (out · dout), as F32 of shape `[t, heads]`; `None`
+    /// without sinks. [`AddBiasBackward`](super::AddBiasBackward) sums the rows.
     pub dsinks: Option<Tensor<B>>,
 }
 
 impl<'a, B: Backend> AttentionBackward<'a, B> {
-    /// The backward pass of [`Attention::new`], from its result `out` and `lse`; `dout` is the gradient of `out`.
+    /// The backward pass of [`Attention::new`]. `out` and `lse` are the results of the forward pass, and `dout` is the gradient of `out`.
     pub fn new(
         [q, k, v]: Qkv<'a, B>,
         (out, lse): (&'a Tensor<B>, &'a B::Buf<f32>),

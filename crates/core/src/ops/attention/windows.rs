@@ -1,29 +1,30 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result};
 
-/// The keys to which each query of [`Attention`](crate::ops::Attention) attends, in addition to the causal mask: the masks of documents and
-/// sliding windows.
+/// A mask in addition to the causal mask of [`Attention`](crate::ops::Attention), which limits each query to the keys of its document or of
+/// a sliding window.
 ///
-/// Both lists have one number per token of a batch of sequences; positions i and j count from the start of a sequence. Query i attends
-/// to the keys `first_key[i]` ..= i; the queries j .. `end_query[j]` attend to key j. The two lists must describe the same mask.
-/// Neither list decreases within a sequence; `first_key[i]` ≤ i and `end_query[j]` ≥ j + 1. [`FindWindows`] computes both lists.
+/// `first_key` and `end_query` have one number per token of a batch of sequences. The positions i and j count from the start of a sequence.
+/// Query i attends to the keys from `first_key[i]` to i. The queries from j to `end_query[j]` - 1 attend to key j. `first_key` and
+/// `end_query` must describe the same mask. The numbers of either list never decrease within a sequence, `first_key[i]` ≤ i, and
+/// `end_query[j]` ≥ j + 1. [`FindWindows`] computes both lists.
 ///
-/// Operations cannot check values on a device. Operations clamp a number that is out of range; other invalid lists give meaningless
-/// results, which differ between backends.
+/// Operations cannot check these numbers, which are on the device. Operations clamp a number that is out of range. Lists that are invalid
+/// in another way give meaningless results that differ between backends.
 #[derive(Debug, Clone)]
 pub struct Windows<B: Backend> {
     /// The first key to which each query attends. `[t]`
     pub first_key: B::Buf<i32>,
     /// For each key, one past the last query that attends to the key. `[t]`
     pub end_query: B::Buf<i32>,
-    /// An upper bound, known to the host, of the number of keys to which a query attends: the length of a sliding window, otherwise
-    /// of a sequence. No result depends on this bound; backends use it to count work.
+    /// An upper bound of the number of keys to which a query attends: the length of the sliding window, or the length of a sequence if
+    /// there is no sliding window. Results do not depend on this bound. Backends use it only to count their work.
     pub most_keys: usize,
 }
 
-/// The mean number of keys to which a query attends under a causal mask, in sequences of `seq_len` tokens and with at most `most_keys`
-/// keys per query. The result is w - w² / (2 · `seq_len`) with w = `most_keys`, and half of `seq_len` without a window. As is usual in
-/// counts of flops, a query and its own key count as half a pair.
+/// The mean number of keys to which a query attends under a causal mask, in sequences of `seq_len` tokens and with at most `most_keys` keys
+/// per query. With w = `most_keys`, the mean is w - w² / (2 · `seq_len`). Without a window, the mean is half of `seq_len`. As is usual when
+/// flops are counted, a query and the key at the same position count as half a pair.
 pub fn mean_keys(seq_len: usize, most_keys: usize) -> f64 {
     let (seq_len, most) = (seq_len.max(1) as f64, most_keys.min(seq_len) as f64);
     most - most * most / (2.0 * seq_len)
@@ -39,9 +40,9 @@ impl<B: Backend> Windows<B> {
 
 /// Computes the [`Windows`] of documents that are packed one after the other into sequences.
 ///
-/// A document is a run of tokens of one sequence with the same number. A query attends to the keys of its own document up to its own
-/// position. With `window`, it attends only to the last `window` of these keys, including its own key (sliding windows, as in Mistral 7B):
-/// query i attends to key j if i - j < `window`.
+/// A document consists of consecutive tokens of one sequence that have the same number in `document`. A query attends to the keys of its
+/// own document up to its own position. With `window`, a query attends only to the last `window` of these keys, including the key at its
+/// own position: query i attends to key j only if i - j < `window`. This is the sliding window of Mistral 7B.
 #[derive(Debug)]
 pub struct FindWindows<'a, B: Backend> {
     /// The document number of each token, which never decreases within a sequence. `[t]`
@@ -53,7 +54,7 @@ pub struct FindWindows<'a, B: Backend> {
 }
 
 impl<B: Backend> FindWindows<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.

@@ -4,7 +4,7 @@ use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result, Tensor};
 
 /// Counts how a quantization changed a tensor's values: exact, underflowed and saturated values.
 ///
-/// For each value x other than zero, whose code decodes to q in F32:
+/// The op counts each value x other than zero, whose code decodes to q in F32, as follows:
 ///
 /// * [`EXACT`](Self::EXACT): q = x;
 /// * [`UNDERFLOWED`](Self::UNDERFLOWED): q = 0;
@@ -12,31 +12,32 @@ use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result, Tensor};
 /// * [`VALUES`](Self::VALUES): every value other than zero.
 ///
 /// Zeros are not counted, because a zero stays zero under every quantization and would hide what becomes of the other values. A NaN counts
-/// neither as exact nor as underflowed nor as saturated. The same holds for every value of a block that is marked NaN. Padding rows of
-/// `groups` are not counted; neither are the rows that `Col` tensors have beyond `x`.
+/// neither as exact nor as underflowed nor as saturated. A value in a block that is marked NaN also counts neither as exact nor as
+/// underflowed nor as saturated. The op does not count the padding rows of `groups`, or the rows by which a `Col` tensor is longer than
+/// `x`.
 #[derive(Debug)]
 pub struct MeasureQuantization<'a, B: Backend> {
     /// The input of the quantization, F32 or BF16, before any transform.
     pub x: &'a Tensor<B>,
-    /// The quantized x, along any axis.
+    /// The result of quantizing x, with blocks along any axis.
     pub quantized: &'a BlockScaled<B>,
     /// The groups of rows, if any.
     pub groups: Option<&'a Groups<B>>,
 }
 
 impl<B: Backend> MeasureQuantization<'_, B> {
-    /// Position, among the counts, of the number of unchanged values.
+    /// The element of the counts buffer with this index is the number of unchanged values.
     pub const EXACT: usize = 0;
-    /// Position, among the counts, of the number of values that became zero.
+    /// The element of the counts buffer with this index is the number of non-zero values that became zero.
     pub const UNDERFLOWED: usize = 1;
-    /// Position, among the counts, of the number of values beyond the largest code.
+    /// The element of the counts buffer with this index is the number of values that exceed the largest code times the scale.
     pub const SATURATED: usize = 2;
-    /// Position, among the counts, of the number of values other than zero.
+    /// The element of the counts buffer with this index is the number of all values other than zero.
     pub const VALUES: usize = 3;
     /// Number of counts.
     pub const COUNTS: usize = 4;
 
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes and buffers.

@@ -17,17 +17,17 @@ pub enum Planes {
     Tiles,
 }
 
-/// Counts of a conversion, on the device: `[blocks with a non-zero code, inexact blocks among these, blocks with a NaN or infinity]`.
-/// Padding is not counted.
+/// Counts of blocks in a conversion, as three numbers on the device: blocks with a non-zero code, inexact blocks among these, and blocks
+/// with a NaN or infinity. Padding is not counted.
 #[derive(Debug, Clone)]
 pub struct Counts<B: Backend>(pub B::Buf<u64>);
 
 impl<B: Backend> Counts<B> {
-    /// Position, among the counts, of the number of blocks with a non-zero code.
+    /// The element of [`Counts`] with this index is the number of blocks with a non-zero code.
     pub const NON_ZERO: usize = 0;
-    /// Position, among the counts, of the number of blocks in which the value of a non-zero code changed.
+    /// The element of [`Counts`] with this index is the number of blocks in which the conversion changed the value of a non-zero code.
     pub const INEXACT: usize = 1;
-    /// Position, among the counts, of the number of blocks marked NaN.
+    /// The element of [`Counts`] with this index is the number of blocks that are marked NaN.
     pub const NON_FINITE: usize = 2;
 
     /// Allocates zeroed counts.
@@ -36,7 +36,7 @@ impl<B: Backend> Counts<B> {
     }
 }
 
-/// The form of a fused kernel's result.
+/// The form in which a fused kernel writes its result: plain or quantized.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Emit {
     /// The result has plain elements of this type.
@@ -53,12 +53,12 @@ pub enum Emit {
 }
 
 impl Emit {
-    /// A quantized result that any op may read.
+    /// Requests a quantized result that any op may read.
     pub const fn block(codec: Codec, planes: Planes) -> Self {
         Self::Block { codec, planes, only_for: None }
     }
 
-    /// The length of columns is padded to a multiple of this number, which is 1 without columns.
+    /// The number to a multiple of which the length of quantized columns is padded; 1 if no columns are quantized.
     pub fn column_step(self) -> usize {
         match self {
             Self::Block { codec, planes: Planes::Cols | Planes::Both, .. } => codec.format().column_step(),
@@ -108,11 +108,11 @@ fn planes<B: Backend>(
     Ok(made.map(|plane| plane.map(Operand::Block)))
 }
 
-/// Allocates the two tensors of [`Planes::Tiles`], the weight as it is and transposed, for `stack` matrices of `rows` rows in total. If the
-/// format has no 2-D blocks, blocks run along the rows of each tensor.
+/// Allocates the two tensors of [`Planes::Tiles`] (the weight as it is, and the transposed weight) for `stack` matrices that have `rows`
+/// rows in total. If the format has no 2-D blocks, each block is a part of a row of its tensor.
 ///
 /// # Errors
-/// The backend's error if it is out of memory.
+/// The error that the backend reports if it is out of memory.
 pub fn weight_planes<B: Backend>(
     b: &B,
     stored: (Format, ScaleRule),
@@ -123,16 +123,16 @@ pub fn weight_planes<B: Backend>(
     Ok([plane(rows, cols)?, plane(stack * cols, rows / stack.max(1))?])
 }
 
-/// The result, in the form that an [`Emit`] requested.
+/// The result of an op, in the form that an [`Emit`] requested.
 #[derive(Debug, Clone)]
 pub struct Emitted<B: Backend> {
-    /// The plain result, the `Row` tensor, or the tiles of the matrix as it is.
+    /// The plain result, the tensor with blocks along rows, or the untransposed matrix in 2-D blocks.
     pub rows: Option<Operand<B>>,
-    /// The `Col` tensor, or the tiles of the transposed matrix (then a `Tile` tensor).
+    /// The tensor with blocks down columns, or the transposed matrix in 2-D blocks (a tensor of axis `Tile`).
     pub cols: Option<Operand<B>>,
-    /// The counts of the conversion; `None` if the result is not quantized.
+    /// The counts of blocks in the conversion; `None` if the result is not quantized.
     pub counts: Option<Counts<B>>,
-    /// Largest magnitudes and numbers of saturated values, under delayed scaling ([`Quantize::delayed`]).
+    /// The largest magnitudes and the number of saturated values, if the quantization uses delayed scaling ([`Quantize::delayed`]).
     pub found: Option<Found<B>>,
 }
 
@@ -142,7 +142,7 @@ impl<B: Backend> Emitted<B> {
         Self { rows: Some(Operand::Plain(x)), cols: None, counts: None, found: None }
     }
 
-    /// The `Row` tensor or the plain result.
+    /// Returns the tensor with blocks along rows, or the plain result.
     ///
     /// # Errors
     /// [`Error::Shape`] if the result has no such tensor.
@@ -150,7 +150,7 @@ impl<B: Backend> Emitted<B> {
         self.rows.clone().ok_or_else(|| Error::shape(op, "rows", "not written", "a row plane"))
     }
 
-    /// The operand of a contraction down the rows: the `Col` tensor, or the plain result.
+    /// Returns the operand of a product that sums over the rows of the matrix: the tensor with blocks down columns, or the plain result.
     ///
     /// # Errors
     /// [`Error::Shape`] if the result has no such tensor.
@@ -163,17 +163,18 @@ impl<B: Backend> Emitted<B> {
     }
 }
 
-/// A random Hadamard transform along a contraction, in F32, before blocks are formed: random signs, then x·H/√len ([`hadamard::rht`]). Both
-/// operands of a product must have the same transform, because otherwise the product is meaningless.
+/// A random Hadamard transform along the contraction, which is applied in F32 before the quantization. Each run of `len` values x is
+/// multiplied by random signs and then by H/√len ([`hadamard::rht`]). Both operands of a product must have the same transform, because only
+/// then do the two transforms cancel.
 #[derive(Debug)]
 pub struct Hadamard<'a, B: Backend> {
-    /// Length of a transform block: 16, 32, 64 or 128.
+    /// The number of consecutive values that are transformed together: 16, 32, 64 or 128.
     pub len: usize,
-    /// The random signs, which depend on the position along the contraction, counted from the start of the group. The stream's purpose is
-    /// `Sign`, and its seed and site are those of the linear layer. The stream's step is 0, unless the signs change with the step and the
-    /// step is not on the device.
+    /// The stream of random signs. A sign depends on the position along the contraction, counted from the start of the group. The stream's
+    /// purpose is `Sign`, and its seed and site are those of the linear layer. The stream's step is 0 if the signs are the same in all
+    /// steps, or if the step is in the device buffer `step`.
     pub signs: Stream,
-    /// If the signs change with the step, a buffer whose first value is the step, as in [`Random::step`].
+    /// A device buffer whose first value is the number of the step, if the signs change from step to step.
     pub step: Option<&'a B::Buf<u32>>,
 }
 
@@ -186,7 +187,7 @@ impl<B: Backend> Clone for Hadamard<'_, B> {
 impl<B: Backend> Copy for Hadamard<'_, B> {}
 
 impl<B: Backend> Hadamard<'_, B> {
-    /// The usual length of a transform block.
+    /// The usual number of consecutive values that are transformed together.
     pub const DEFAULT_LEN: usize = 64;
 
     /// The default transform of the linear layer `site`.
@@ -195,16 +196,17 @@ impl<B: Backend> Hadamard<'_, B> {
     }
 }
 
-/// Random bits of each element for stochastic rounding: a function of the seed, the site and the step.
+/// The random bits of each element for stochastic rounding, which are a function of the seed, the tensor (the `site` of the stream), and
+/// the step.
 #[derive(Debug)]
 pub struct Random<'a, B: Backend> {
-    /// Seed, purpose, site, and the step if it is not on the device.
+    /// The stream that gives the seed, the purpose and the site, and also the step if `step` is `None`.
     pub stream: Stream,
-    /// A buffer whose first value is the step. The operation reads the step from this buffer when it runs, so that each replay of recorded
-    /// work uses other random bits. This step replaces the step of `stream`.
+    /// A device buffer whose first value is the number of the step. The operation reads the step from this buffer when it runs, so that
+    /// each replay of recorded work uses other random bits. The step in this buffer replaces the step of `stream`.
     pub step: Option<&'a B::Buf<u32>>,
-    /// Index of this tensor's first element in the whole tensor, a multiple of the row length. The index can be above 0 if this tensor is
-    /// one rank's shard.
+    /// The index that the first element of this tensor has in the whole tensor, a multiple of the row length. The index is above 0 if this
+    /// tensor is a shard of the whole tensor that does not start at its first row.
     pub first: u64,
 }
 
@@ -223,15 +225,16 @@ impl<B: Backend> From<Stream> for Random<'_, B> {
     }
 }
 
-/// Scales from earlier steps (delayed scaling, [`nibble_formats::DelayedScaling`]), for a format whose only scale is a tensor scale. Each
-/// span has one record. A span is a group, a matrix of the stack, or the whole matrix.
+/// Delayed scaling: scales that are computed from the magnitudes of earlier steps ([`nibble_formats::DelayedScaling`]), for a format whose
+/// only scale is a tensor scale. Each part of the matrix with its own scale (span) has one record of magnitudes. A span is a group, a
+/// matrix of the stack, or the whole matrix.
 #[derive(Debug)]
 pub struct Delayed<'a, B: Backend> {
-    /// The records of many tensors.
+    /// The buffer with the records of magnitudes of many tensors.
     pub records: &'a B::Buf<f32>,
-    /// Index of the first span's record.
+    /// The index in `records` at which the record of the first span starts.
     pub first: usize,
-    /// Distance from one span's record to the next.
+    /// The distance in `records` from the start of one span's record to the start of the next span's record.
     pub stride: usize,
 }
 
@@ -243,43 +246,48 @@ impl<B: Backend> Clone for Delayed<'_, B> {
 
 impl<B: Backend> Copy for Delayed<'_, B> {}
 
-/// The measurements of a quantization under delayed scaling, on the device.
+/// What a quantization with delayed scaling measures: magnitudes and numbers of values, on the device.
 #[derive(Debug, Clone)]
 pub struct Found<B: Backend> {
-    /// The largest magnitude of each span; NaN if a value is NaN or infinite.
+    /// The largest magnitude of each span, or NaN if the span contains a NaN or an infinity.
     pub amax: B::Buf<f32>,
-    /// The counts [`Found::SATURATED`] and [`Found::VALUES`], without padding.
+    /// The number of saturated values at index [`Found::SATURATED`], and the number of all values at index [`Found::VALUES`]. Padding is
+    /// not counted.
     pub counts: B::Buf<u64>,
 }
 
 impl<B: Backend> Found<B> {
-    /// Position, among the counts, of the number of finite values above the expected magnitude, which saturate; 0 if no magnitude is expected.
+    /// The element of `counts` with this index is the number of finite values that saturate because they exceed the magnitude expected from
+    /// earlier steps. The number is 0 if no magnitude is expected.
     pub const SATURATED: usize = 0;
-    /// Position, among the counts, of the number of all values.
+    /// The element of `counts` with this index is the number of all values.
     pub const VALUES: usize = 1;
 }
 
-/// Quantizes a matrix `[rows, cols]`. A row or column that ends inside a block is extended by zeros, so the scale of such a block depends
-/// only on its values.
+/// Quantizes a matrix `[rows, cols]`. A row or column whose end is inside a block is extended by zeros, so the scale of this block depends
+/// only on the values of the row or column.
 ///
-/// With `groups`, the matrix contains the rows of several groups. In each group, column blocks start at the group's first row. Rows past a
-/// group's length are padding: they are quantized as zeros, and the counts do not include them.
+/// With `groups`, the matrix contains the rows of several groups. In each group, column blocks start at the group's first row. Rows past
+/// the length of a group are padding. The op quantizes padding as zeros, and does not count it.
 ///
-/// With `hadamard`, the values are first transformed along the contraction: along the rows, or down the columns from each group's start.
-/// Rows missing from a group's last transform block read as +0. The transform turns these zeros into ordinary values, whose stochastic
-/// rounding uses the random bits of row id 0 (without groups, the bits of their position). Codes past the last transform block are 0.
+/// With `hadamard`, the op first transforms the values along the contraction: along the rows, or down the columns from the start of each
+/// group. If a group ends inside a transform block, the missing rows of this block count as +0. The transform turns these zeros into
+/// ordinary values. Their stochastic rounding uses the random bits of row id 0 or, without groups, the random bits of their position. Codes
+/// past the last transform block are 0.
 ///
-/// With `delayed`, the scale of a span is computed by [`Codec::for_tensor`] from the magnitude that the span's record expects. If the
-/// expected magnitude is 0, the scale is computed from the span's own largest magnitude, as without `delayed`. Values above the expected
-/// magnitude saturate. A block with a NaN or an infinity gets zero codes and is counted, and the stored scale of its span is NaN. Other
-/// blocks of the span are still encoded, since a single pass does not know of a NaN elsewhere.
+/// With `delayed`, [`Codec::for_tensor`] computes the scale of a span from the magnitude that the span's record expects. If the expected
+/// magnitude is 0, the scale is computed from the largest magnitude in the span, as it is without `delayed`. Values above the expected
+/// magnitude saturate. If a block contains a NaN or an infinity, its codes are 0, the block is counted in [`Counts::NON_FINITE`], and the
+/// stored scale of its span is NaN. Other blocks of the span are still encoded, because an op that reads the matrix once cannot know of a
+/// NaN in another block.
 ///
-/// With `only_for`, a backend may write, in place of codes, the numbers that products multiply ([`BlockScaled::taken`]). A product would
-/// compute exactly the same numbers from the codes. The counts do not change. Only products of the given numbers may read the result. The
-/// CPU always writes codes.
+/// With `only_for`, a backend may write the numbers that products multiply instead of the codes ([`BlockScaled::taken`] says which of the
+/// two a tensor has). A product that reads codes converts these codes to exactly the same numbers. The counts of blocks are the same in
+/// either case. Only products that multiply numbers of the type `only_for` may read the result. The CPU always writes codes.
 ///
-/// With `amax`, the matrices are shards of larger matrices, and the largest magnitude of each larger matrix is given instead of measured. A
-/// shard then has the same codes and scales as in the whole matrix. Under `delayed`, the given magnitudes are also returned in [`Found`].
+/// With `amax`, the matrices are shards of larger matrices, and the caller gives the largest magnitude of each larger matrix instead of
+/// letting the op measure it. With `amax`, the codes and scales of a shard are the same as if the whole matrix were quantized. With both
+/// `amax` and `delayed`, [`Found::amax`] contains the magnitudes that the caller gave.
 #[derive(Debug)]
 pub struct Quantize<'a, B: Backend> {
     /// F32 or BF16.
@@ -290,24 +298,26 @@ pub struct Quantize<'a, B: Backend> {
     pub planes: Planes,
     /// The groups of rows, if any.
     pub groups: Option<&'a Groups<B>>,
-    /// Number of matrices stacked in `x` (tiles and rows only); each matrix is a span.
+    /// The number of matrices that are stacked in `x`. Each matrix has its own tensor scale. Stacks are allowed only for [`Planes::Tiles`]
+    /// and [`Planes::Rows`].
     pub stack: usize,
-    /// Random bits for stochastic rounding; element (row, col) uses index first + row_id · cols + col, also in the transposed tensor of a
-    /// weight. Scales that are rounded stochastically use the bits of their block's first element, with the purpose `Scale`.
+    /// The random bits for stochastic rounding. Element (row, col) uses the bits at index first + row_id · cols + col of the stream, also
+    /// in the transposed tensor of a weight. A scale that is rounded stochastically uses the bits at the index of its block's first
+    /// element, in the stream with the purpose `Scale`.
     pub random: Option<Random<'a, B>>,
-    /// A transform before blocks are formed (along rows or along columns, not both).
+    /// A Hadamard transform before the quantization, along rows or along columns, but not both.
     pub hadamard: Option<Hadamard<'a, B>>,
-    /// Scales of earlier steps instead of measured scales.
+    /// Delayed scaling: scales from the magnitudes of earlier steps instead of scales from the current values.
     pub delayed: Option<Delayed<'a, B>>,
-    /// The largest magnitude of each matrix of the stack, for example from [`MeasureAmax`] (tiles only). The given magnitude is no less
-    /// than that of any value of `x` in the matrix.
+    /// The largest magnitude of each matrix of the stack, for example from [`MeasureAmax`]. These magnitudes can be given only for
+    /// [`Planes::Tiles`]. Each given magnitude must be at least as large as the magnitude of every value of `x` in its matrix.
     pub amax: Option<&'a B::Buf<f32>>,
-    /// The numbers that products multiply, if only products read the result; `None` if other ops may read the result.
+    /// The type of the numbers that products multiply, if only products read the result; `None` if other ops may read the result.
     pub only_for: Option<Numbers>,
 }
 
 impl<'a, B: Backend> Quantize<'a, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// A quantization of dense rows with rounding to nearest.
@@ -326,12 +336,12 @@ impl<'a, B: Backend> Quantize<'a, B> {
         }
     }
 
-    /// Number of spans, which have their own scales in formats with tensor scales.
+    /// The number of spans: the groups, or the matrices of the stack. In formats with tensor scales, each span has its own scale.
     pub fn spans(&self) -> usize {
         self.groups.map_or(self.stack, |groups| groups.num_groups)
     }
 
-    /// Checks shapes and the combination.
+    /// Checks the shapes, and that the op supports this combination of arguments.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "quantize";
         let format = self.codec.format();
@@ -455,13 +465,13 @@ impl<'a, B: Backend> Quantize<'a, B> {
         self.result_as(b, Taken::AsIs)
     }
 
-    /// [`Quantize::result`] for a backend that writes numbers in the form `taken`.
+    /// Like [`Quantize::result`], for a backend that writes numbers in the form `taken`.
     pub fn result_as(&self, b: &B, taken: Taken) -> Result<Emitted<B>> {
         let made = self.uncounted_as(b, taken)?;
         Ok(Emitted { counts: Some(Counts::zeros(b)?), ..made })
     }
 
-    /// [`Quantize::result_as`] without counts, for conversions that share counters.
+    /// Like [`Quantize::result_as`], but without counts, for conversions that share counters.
     pub fn uncounted_as(&self, b: &B, taken: Taken) -> Result<Emitted<B>> {
         let found = |_| -> Result<_> {
             let mut amax = b.zeros(self.spans())?;
@@ -479,8 +489,9 @@ impl<'a, B: Backend> Quantize<'a, B> {
     }
 }
 
-/// The largest magnitude of each matrix of a stack, which determines a tensor scale. In formats whose blocks can be marked NaN, non-finite
-/// values do not count; in other formats, a non-finite value makes the result NaN. The result for a matrix without values is 0.
+/// The largest magnitude of each matrix of a stack, which determines a tensor scale. In formats whose blocks can be marked NaN, the op
+/// ignores non-finite values. In other formats, a non-finite value makes the result of its matrix NaN. The result for a matrix without
+/// values is 0.
 #[derive(Debug)]
 pub struct MeasureAmax<'a, B: Backend> {
     /// The stacked matrices, F32 or BF16.
@@ -492,7 +503,7 @@ pub struct MeasureAmax<'a, B: Backend> {
 }
 
 impl<B: Backend> MeasureAmax<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the stack, and that the codec has a tensor scale.
@@ -508,18 +519,19 @@ impl<B: Backend> MeasureAmax<'_, B> {
     }
 }
 
-/// Dequantizes a block-scaled tensor to plain elements, in its logical shape `[rows, cols]` whatever its axis.
+/// Dequantizes a block-scaled tensor to plain elements. The result has the logical shape `[rows, cols]`, also if the tensor is stored
+/// transposed.
 #[derive(Debug)]
 pub struct Dequantize<'a, B: Backend> {
     /// The quantized tensor.
     pub x: &'a BlockScaled<B>,
-    /// The type of the result. F32 is code · scale, rounded, then multiplied by the tensor scale, if there is one, and rounded again. BF16
-    /// is the F32 result, rounded to nearest even.
+    /// The type of the result. An F32 result is code · scale, rounded to F32. If there is a tensor scale, this number is multiplied by the
+    /// tensor scale and rounded again. A BF16 result is the F32 result, rounded to nearest even.
     pub dtype: DType,
 }
 
 impl<B: Backend> Dequantize<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the lengths of the buffers.
@@ -574,7 +586,7 @@ fn check_tensor_scale(op: &'static str, codec: Codec) -> Result<()> {
 /// Checks that a stochastic codec has a stream of random bits.
 ///
 /// # Errors
-/// [`Error::Shape`] if there is no stream; the error names what is stochastic.
+/// [`Error::Shape`] if there is no stream of random bits. The error says whether elements or scales are rounded stochastically.
 pub fn check_random(op: &'static str, codec: Codec, is_given: bool) -> Result<()> {
     if is_given || !codec.draws() {
         return Ok(());

@@ -2,18 +2,18 @@ use crate::error::expect_eq;
 use crate::ops::{Counts, Found, Planes, Quantize};
 use crate::{Agreement, Backend, Error, Result, RowKind};
 
-/// [`PackRows`](crate::ops::PackRows) of the rows that [`Quantize`] computes, without writing these intermediate rows. The op reads and
-/// quantizes each row once, however many records contain the row.
+/// Quantizes rows by [`Quantize`] and writes them as records of [`PackRows`](crate::ops::PackRows) in one op, without writing the quantized
+/// rows in between. The op reads and quantizes each row once, however many records contain the row.
 ///
-/// The content of a record without a row is undefined.
+/// The content of a record to which `index` assigns no row is undefined.
 #[derive(Debug)]
 pub struct QuantizePack<'a, B: Backend> {
-    /// The quantization, along the rows.
+    /// The quantization of the rows, with blocks along the rows.
     pub quantize: Quantize<'a, B>,
-    /// The index of each record's row; negative if the record has no row.
+    /// For each record, the index of the row that it contains; negative if the record contains no row.
     pub index: &'a B::Buf<i32>,
-    /// The inverse of `index`: the record of each (row, slot), negative if there is none. Every record that has a row occurs once.
-    /// `[rows·k]`
+    /// For each (row, slot), the index of the record that contains the row; negative if there is no such record. This list is the inverse
+    /// of `index`. Every record that contains a row occurs exactly once in this list. `[rows·k]`
     pub place: &'a B::Buf<i32>,
     /// Slots per row.
     pub top_k: usize,
@@ -24,14 +24,14 @@ pub struct QuantizePack<'a, B: Backend> {
 pub struct PackedRows<B: Backend> {
     /// The records, one after the other.
     pub bytes: B::Buf<u8>,
-    /// Counts of the quantization, in which each row counts once.
+    /// The counts of blocks in the quantization. Each row is counted once, even if several records contain it.
     pub counts: Counts<B>,
-    /// Largest magnitudes and numbers of saturated values, under delayed scaling.
+    /// The largest magnitudes and the number of saturated values, if the quantization uses delayed scaling.
     pub found: Option<Found<B>>,
 }
 
 impl<B: Backend> QuantizePack<'_, B> {
-    /// How closely backends must agree, in records that have a row.
+    /// How closely the results of two backends must agree in records that contain a row.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the quantization and the lengths of the lists.

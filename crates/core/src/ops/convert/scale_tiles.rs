@@ -13,10 +13,11 @@ pub enum CutSide {
 
 /// A dense matrix of one-byte scales, cut into groups of different lengths.
 ///
-/// In tiles ([`nibble_formats::ScaleLayout::Tiled128x4`]: 128 × 4 scales) each group begins with a new tile, and its last tiles are padded
-/// with zeros. Groups are stored one after the other, and the tiles of a group row by row. Blackwell's tensor cores read this layout in
-/// grouped block-scaled GEMMs. The bytes are those of torchao's `torch_to_blocked_2d_M_groups` and `torch_to_blocked_2d_K_groups`, for
-/// shapes that these functions accept (if rows are cut, the number of columns must be a multiple of 4).
+/// In the tiled layout, a tile holds 128 × 4 scales ([`nibble_formats::ScaleLayout::Tiled128x4`]). Each group begins with a new tile, and
+/// the last tiles of a group are padded with zeros. The tiles of a group are stored row by row, and the groups follow each other.
+/// Blackwell's tensor cores read this layout in grouped block-scaled GEMMs. The functions `torch_to_blocked_2d_M_groups` and
+/// `torch_to_blocked_2d_K_groups` of torchao write the same bytes for the shapes that they accept. If rows are cut, these functions accept
+/// only a multiple of 4 columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CutScales {
     /// Number of rows of scales.
@@ -25,12 +26,13 @@ pub struct CutScales {
     pub cols: usize,
     /// Which side is cut.
     pub side: CutSide,
-    /// The distance between group starts that corresponds to one scale: 1 if rows are cut, or the length of a block if columns are cut.
+    /// The number of rows of the quantized matrix per scale along the cut side: 1 if rows of scales are cut, or the length of a block if
+    /// columns of scales are cut.
     pub per_scale: usize,
 }
 
 impl CutScales {
-    /// Number of scales on the side that is cut, and on the other side.
+    /// The number of scales along the side that is cut, and the number along the other side.
     pub const fn sides(&self) -> [usize; 2] {
         match self.side {
             CutSide::Rows => [self.rows, self.cols],
@@ -38,7 +40,7 @@ impl CutScales {
         }
     }
 
-    /// Scales per tile on the side that is cut, and on the other side.
+    /// The number of scales of a tile along the side that is cut, and the number along the other side.
     pub const fn tile(&self) -> [usize; 2] {
         match self.side {
             CutSide::Rows => [TILE_ROWS, TILE_COLS],
@@ -46,8 +48,8 @@ impl CutScales {
         }
     }
 
-    /// Bytes of the tiles of `num_groups` groups. The number suffices for any starts of the groups, because the host does not know the
-    /// starts. Bytes that no group needs are zero.
+    /// The number of bytes that the tiles of `num_groups` groups need at most. The number suffices wherever the groups start, because the
+    /// host does not know the starts. Bytes that no group needs are zero.
     pub const fn tiled_len(&self, num_groups: usize) -> usize {
         let ([cut, other], [tile, other_tile]) = (self.sides(), self.tile());
         (cut + num_groups * tile) * other.next_multiple_of(other_tile)
@@ -78,20 +80,20 @@ impl CutScales {
 
 /// Copies scales into the tiled layout, group after group. Groups may have different lengths. The result has [`CutScales::tiled_len`] bytes.
 ///
-/// Starts are on the device. A backend that can read the starts on the host reports a start that is out of range or order; other backends
-/// clamp such a start to the nearest valid start.
+/// The start of each group is a number on the device. A backend that can read the starts on the host reports an error if a start is out of
+/// range or out of order. Other backends clamp such a start to the nearest valid start.
 #[derive(Debug)]
 pub struct TileScales<'a, B: Backend> {
     /// The scales: `rows · cols` bytes.
     pub scales: &'a B::Buf<u8>,
-    /// The start of each group, ascending, and the end of the last group: `start` of [`crate::Groups`].
+    /// The start of each group in ascending order, followed by the end of the last group, as in the field `start` of [`crate::Groups`].
     pub starts: &'a B::Buf<i32>,
     /// The matrix of scales.
     pub matrix: CutScales,
 }
 
 impl<B: Backend> TileScales<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -107,19 +109,20 @@ impl<B: Backend> TileScales<'_, B> {
     }
 }
 
-/// The inverse of [`TileScales`]: `[rows][cols]`, zero outside all groups. Starts are as in [`TileScales`].
+/// The inverse of [`TileScales`]: converts tiles to a row-major matrix `[rows][cols]`, which is zero outside all groups. An invalid start
+/// has the same consequence as in [`TileScales`].
 #[derive(Debug)]
 pub struct UntileScales<'a, B: Backend> {
     /// The tiles: [`CutScales::tiled_len`] bytes.
     pub tiles: &'a B::Buf<u8>,
-    /// The starts of the groups, as in [`TileScales`].
+    /// The start of each group in ascending order, followed by the end of the last group.
     pub starts: &'a B::Buf<i32>,
     /// The matrix of scales.
     pub matrix: CutScales,
 }
 
 impl<B: Backend> UntileScales<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.

@@ -6,7 +6,8 @@ use crate::ops::{Counts, Planes};
 use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result};
 use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 
-/// All transcodes, as (source format, target format, target axis). The source always has blocks along rows.
+/// All conversions that [`Transcode`] supports, as (source format, target format, axis of the target's blocks). The source always has
+/// blocks along rows.
 pub const CONVERSIONS: [(Format, Format, BlockAxis); 5] = [
     (Format::Mxfp4, Format::E4m3, BlockAxis::Row),
     (Format::Mxfp4, Format::E4m3, BlockAxis::Col),
@@ -15,9 +16,9 @@ pub const CONVERSIONS: [(Format, Format, BlockAxis); 5] = [
     (Format::E4m3, Format::Mxfp4, BlockAxis::Row),
 ];
 
-/// The scale rule of a transcode's result, for the requested format and rule `to`. An MXFP4 result gets new scales by the requested rule.
-/// E4M3 columns keep the rule of the E4M3 rows from which they are converted. A lift of MXFP4 has the scales of [`Format::LIFTED`],
-/// whatever rule the source has.
+/// The scale rule of the result of a [`Transcode`], if the format and the scale rule `to` are requested. An MXFP4 result gets new scales by
+/// the requested rule. If E4M3 row blocks are converted to E4M3 column blocks, the scale rule does not change. If MXFP4 is converted to
+/// E4M3, the result has the scale rule of [`Format::LIFTED`], whatever scale rule the source has.
 pub fn converted_rule(from: (Format, ScaleRule), to: (Format, ScaleRule)) -> ScaleRule {
     match (from, to) {
         (_, (Format::Mxfp4, rule)) => rule,
@@ -26,15 +27,18 @@ pub fn converted_rule(from: (Format, ScaleRule), to: (Format, ScaleRule)) -> Sca
     }
 }
 
-/// Converts one block format to another without a plain tensor in between.
+/// Converts a tensor from one block format to another without writing a plain tensor in between.
 ///
-/// * MXFP4 rows → E4M3 rows or E4M3 columns: the *lift*. A lift is exact if the scales of a block span at most 14 powers of two.
-/// * MXFP4 rows → E4M3 tiles: the lift of a weight, both as it is and transposed. The result has one scale per 128 × 128 block, separately
-///   for each matrix of a stack (`x.stack`).
-/// * E4M3 rows → E4M3 columns (power-of-two scales): by an exponent shift to the largest of the 128 row scales.
+/// * MXFP4 rows → E4M3 rows or E4M3 columns: the *lift*. A lift is exact if the MXFP4 scales within a block of the result span at most 14
+///   powers of two.
+/// * MXFP4 rows → E4M3 tiles: the lift of a weight. The op writes both the weight and its transpose. The result has one scale per 128 × 128
+///   block, separately for each matrix of a stack (`x.stack`).
+/// * E4M3 rows → E4M3 columns (power-of-two scales): each column block gets the largest scale of its 128 rows, and the op shifts the
+///   exponents of codes accordingly.
 /// * E4M3 rows → MXFP4 rows: the result has the same bits as a quantization of the decoded values.
 ///
-/// The op counts blocks of the source format, without padding. Shares of blocks are relative to the blocks with a non-zero code.
+/// The op counts blocks of the source format, and does not count padding. A share of inexact blocks is a share of the blocks with a
+/// non-zero code.
 #[derive(Debug)]
 pub struct Transcode<'a, B: Backend> {
     /// The source, with blocks along its rows.
@@ -43,9 +47,9 @@ pub struct Transcode<'a, B: Backend> {
     pub to: Format,
     /// Target axis.
     pub axis: BlockAxis,
-    /// Target scale rule. Only E4M3 → MXFP4 chooses scales by this rule ([`converted_rule`]).
+    /// The scale rule for an MXFP4 result. Conversions to E4M3 ignore this rule ([`converted_rule`]).
     pub rule: ScaleRule,
-    /// The groups of rows; tiles cannot have groups. Column output is zero past each group's length.
+    /// The groups of rows; tiles cannot have groups. If the result has blocks down columns, the rows past each group's length are zero.
     pub groups: Option<&'a Groups<B>>,
 }
 
@@ -54,17 +58,17 @@ pub struct Transcode<'a, B: Backend> {
 pub struct Transcoded<B: Backend> {
     /// The converted tensor.
     pub out: BlockScaled<B>,
-    /// For tiles, the converted transposed matrices.
+    /// The converted transposed matrices, if the result has 2-D blocks.
     pub transposed: Option<BlockScaled<B>>,
     /// Counts of blocks with a non-zero code, of inexact blocks among these, and of blocks marked NaN.
     pub counts: Counts<B>,
 }
 
 impl<B: Backend> Transcode<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks shapes and the combination.
+    /// Checks the shapes, and that the op supports this combination of arguments.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "transcode";
         check_planes(OP, self.x)?;

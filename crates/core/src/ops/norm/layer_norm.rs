@@ -2,15 +2,17 @@ use super::rms_norm::check_plus;
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Result, Tensor};
 
-/// y = (x − mean) · inv_std · weight + bias along each row, where mean = Σ x / d and inv_std = 1 / sqrt(Σ (x − mean)² / d + eps). All
-/// steps are in F32, from left to right; y is rounded once to the type of x.
+/// y = (x − mean) · inv_std · weight + bias along each row, where mean = Σ x / d and inv_std = 1 / sqrt(Σ (x − mean)² / d + eps). The op
+/// computes in F32, evaluates the formula from left to right, and rounds y once to the type of x.
 ///
-/// Both sums run over the lanes of [`RmsNorm`](crate::ops::RmsNorm): Σ x by additions from 0, Σ (x − mean)² by fma.
+/// Like the sum of [`RmsNorm`](crate::ops::RmsNorm), the two sums over a row are divided into 256 lanes. Lanes of Σ x use additions that
+/// start at 0, and lanes of Σ (x − mean)² use fma.
 #[derive(Debug)]
 pub struct LayerNorm<'a, B: Backend> {
     /// Shape `[rows, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// A tensor that is added to x before the norm. The sum is rounded and has the same bits as [`Add`](crate::ops::Add).
+    /// A tensor that the op adds to x before the norm. The sum is rounded to the type of x and has the same bits as the result of
+    /// [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
     /// F32 of shape `[1, d]`.
     pub weight: &'a Tensor<B>,
@@ -34,7 +36,7 @@ pub struct LayerNormOut<B: Backend> {
 }
 
 impl<B: Backend> LayerNorm<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -57,33 +59,34 @@ impl<B: Backend> LayerNorm<'_, B> {
     }
 }
 
-/// The backward pass of [`LayerNorm`]: returns dx and adds to each shard's dweight. The gradient of the bias is
-/// [`AddBiasBackward`](crate::ops::AddBiasBackward) of dy.
+/// The backward pass of [`LayerNorm`]. The op returns dx, and adds the gradient of the weight to the row of `dweight` of each shard. The
+/// gradient of the bias is computed from dy by another op, [`AddBiasBackward`](crate::ops::AddBiasBackward).
 ///
-/// With x̂ = (x − mean) · inv_std and g = dy·weight: dx = inv_std · ((g − mean(g)) − x̂ · mean(g·x̂)). The sums of the means run over the
-/// lanes of [`LayerNorm`], Σ g by additions and Σ g·x̂ by fma(g, x̂, ·). dweight = Σ over the shard's rows of dy · x̂ by fma, in the order
-/// of [`RmsNormBackward`](crate::ops::RmsNormBackward).
+/// With x̂ = (x − mean) · inv_std and g = dy·weight: dx = inv_std · ((g − mean(g)) − x̂ · mean(g·x̂)). The two means divide sums by d. The
+/// sums are divided into the same lanes as in [`LayerNorm`]: Σ g uses additions, and Σ g·x̂ uses fma(g, x̂, ·). The gradient of the weight
+/// is Σ dy · x̂ over the rows of the shard. The op adds the terms of this sum by fma, in the order of
+/// [`RmsNormBackward`](crate::ops::RmsNormBackward).
 #[derive(Debug)]
 pub struct LayerNormBackward<'a, B: Backend> {
     /// The input of the forward pass.
     pub x: &'a Tensor<B>,
     /// F32 of shape `[1, d]`.
     pub weight: &'a Tensor<B>,
-    /// `mean` of the forward pass.
+    /// The mean of each row, which the forward pass returned.
     pub mean: &'a B::Buf<f32>,
-    /// `inv_std` of the forward pass.
+    /// The value 1 / sqrt(variance + eps) of each row, which the forward pass returned.
     pub inv_std: &'a B::Buf<f32>,
     /// Gradient of y, with the shape of x.
     pub dy: &'a Tensor<B>,
-    /// A tensor that is added to the rounded dx, with the shape of x. The result is rounded again and has the same bits as
+    /// A tensor with the shape of x that the op adds to the rounded dx. The sum is rounded again and has the same bits as the result of
     /// [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
-    /// F32 of shape `[shards, d]`; rows are divided evenly among the shards. The op adds to this tensor.
+    /// F32 of shape `[shards, d]`; rows are divided evenly among the shards. The op adds the gradient to this tensor.
     pub dweight: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> LayerNormBackward<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

@@ -3,12 +3,12 @@ use crate::ops::norm::rope::check_turn;
 use crate::ops::{Positions, RmsNormBackward, RmsNormOut};
 use crate::{Agreement, Backend, DType, Result, Tensor};
 
-/// Queries or keys before attention: [`RmsNorm`](crate::ops::RmsNorm) of each head, rounded to the type of x, then
-/// [`Rope`](crate::ops::Rope), rounded again. The result has the same bits as the result of the two operations in
-/// sequence.
+/// Prepares queries or keys for attention: applies [`RmsNorm`](crate::ops::RmsNorm) to each head, rounds to the type of x, applies
+/// [`Rope`](crate::ops::Rope), and rounds again. The result has the same bits as the result of running the two operations one after the
+/// other.
 ///
-/// Head h of row r is row r · heads + h of the norm. The op returns y `[t, heads · head_dim]` and `inv_rms`, one number per head of each
-/// row; `sum` is `None`.
+/// The norm treats each head as a row: head h of row r is row r · heads + h. The op returns y of shape `[t, heads · head_dim]`, and one
+/// value of `inv_rms` per head of each row. The field `sum` of the result is `None`.
 #[derive(Debug)]
 pub struct NormRope<'a, B: Backend> {
     /// Shape `[t, heads · head_dim]`, F32 or BF16.
@@ -17,14 +17,15 @@ pub struct NormRope<'a, B: Backend> {
     pub weight: &'a Tensor<B>,
     /// Epsilon, which is added to the mean square.
     pub eps: f32,
-    /// The table of [`Rope`](crate::ops::Rope), F32 `[positions, head_dim]`.
+    /// The cosines and sines of each position, F32 of shape `[positions, head_dim]`, in the layout of
+    /// [`Rope::table`](crate::ops::Rope::table).
     pub table: &'a Tensor<B>,
     /// Positions of the rows.
     pub positions: &'a Positions<B>,
 }
 
 impl<B: Backend> NormRope<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -34,7 +35,7 @@ impl<B: Backend> NormRope<'_, B> {
         check_weight(OP, self.weight, self.table)
     }
 
-    /// Number of heads in all rows together. Call `check` first.
+    /// The number of heads, counted over all rows. Call `check` first.
     pub fn heads(&self) -> usize {
         self.x.rows * (self.x.cols / self.table.cols)
     }
@@ -46,31 +47,32 @@ impl<B: Backend> NormRope<'_, B> {
     }
 }
 
-/// The backward pass of [`NormRope`]: the inverse [`Rope`](crate::ops::Rope), rounded to the type of dy, then [`RmsNormBackward`] of each
-/// head. The op returns dx and adds to each shard's dweight.
+/// The backward pass of [`NormRope`]: applies the inverse rotation of [`Rope`](crate::ops::Rope), rounds to the type of dy, and applies
+/// [`RmsNormBackward`] to each head. The op returns dx, and adds the gradient of the weight to the row of `dweight` of each shard.
 #[derive(Debug)]
 pub struct NormRopeBackward<'a, B: Backend> {
     /// The input of the forward pass, `[t, heads · head_dim]`.
     pub x: &'a Tensor<B>,
     /// F32 of shape `[1, head_dim]`.
     pub weight: &'a Tensor<B>,
-    /// `inv_rms` of the forward pass.
+    /// The value 1 / sqrt(mean(x²) + eps) of each head, which the forward pass returned.
     pub inv_rms: &'a B::Buf<f32>,
     /// Gradient of y, with the shape of x.
     pub dy: &'a Tensor<B>,
-    /// The table of the forward pass, F32 `[positions, head_dim]`.
+    /// The cosines and sines that the forward pass used, F32 of shape `[positions, head_dim]`.
     pub table: &'a Tensor<B>,
     /// Positions of the rows.
     pub positions: &'a Positions<B>,
-    /// F32 of shape `[shards, head_dim]`; heads of all rows are divided evenly among the shards. The op adds to this tensor.
+    /// F32 of shape `[shards, head_dim]`. The heads of all rows are divided evenly among the shards. The op adds the gradient to this
+    /// tensor.
     pub dweight: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> NormRopeBackward<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = RmsNormBackward::<B>::AGREEMENT;
 
-    /// Number of heads in all rows together. Call `check` first.
+    /// The number of heads, counted over all rows. Call `check` first.
     pub fn heads(&self) -> usize {
         self.x.rows * (self.x.cols / self.table.cols)
     }

@@ -1,16 +1,18 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Result, Tensor};
 
-/// y = x / sqrt(mean(x²) + eps) · weight, along each row, in F32, rounded once to the type of x.
+/// y = x / sqrt(mean(x²) + eps) · weight, where the mean runs over each row. The op computes in F32 and rounds y once to the type of x.
 ///
-/// The sum of squares runs over 256 lanes: element i goes to lane i mod 256. Each lane sums in order by fma from 0, and the lanes are
-/// reduced by the halving tree 128, 64, …, 1 (lane l with lane l + 128, and so on). Lanes past the row's end are zeros. 256 lanes are the
-/// 32 threads of a warp, each with the 8 elements of a 16-byte load.
+/// The sum of squares is divided into 256 partial sums (lanes): element i is added to lane i mod 256. Each lane starts at 0 and adds its
+/// elements in order by fma. A tree then reduces the lanes: it adds lane l + 128 to lane l, then lane l + 64 to lane l, and so on down to a
+/// distance of 1. If a row has fewer than 256 elements, the remaining lanes are zeros. The number 256 is that of the 32 threads of a warp
+/// times the 8 elements that a thread loads in 16 bytes.
 #[derive(Debug)]
 pub struct RmsNorm<'a, B: Backend> {
     /// Shape `[rows, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// A tensor that is added to x before the norm. The sum is rounded and has the same bits as [`Add`](crate::ops::Add).
+    /// A tensor that the op adds to x before the norm. The sum is rounded to the type of x and has the same bits as the result of
+    /// [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
     /// F32 of shape `[1, d]`.
     pub weight: &'a Tensor<B>,
@@ -30,10 +32,10 @@ pub struct RmsNormOut<B: Backend> {
 }
 
 impl<'a, B: Backend> RmsNorm<'a, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// The norm of x, without `plus`.
+    /// The norm of x, without a tensor that is added to x first.
     pub fn new(x: &'a Tensor<B>, weight: &'a Tensor<B>, eps: f32) -> Self {
         Self { x, plus: None, weight, eps }
     }
@@ -65,34 +67,35 @@ pub(super) fn check_plus<B: Backend>(
     expect_eq(op, "type of plus", plus.dtype(), x.dtype())
 }
 
-/// The backward pass of [`RmsNorm`]: returns dx and adds to each shard's dweight.
+/// The backward pass of [`RmsNorm`]. The op returns dx, and adds the gradient of the weight to the row of `dweight` of each shard.
 ///
-/// With x̂ = x · inv_rms: dx = inv_rms · (dy·w − x̂ · mean(dy·w·x̂)); the sum of the mean is fma(dy·w, x̂, ·) over the lanes of
-/// [`RmsNorm`]. dw = Σ over the shard's rows of dy · x̂. Each chunk of [`RmsNormBackward::CHUNK`] rows is summed in order by fma from 0.
-/// The sums of chunks are added by the tree over neighbours ((0+1)+(2+3))…, in which an odd sum moves up unchanged. The total is added once
-/// to dweight.
+/// With x̂ = x · inv_rms, dx = inv_rms · (dy·w − x̂ · mean(dy·w·x̂)). The sum of this mean adds its terms by fma(dy·w, x̂, ·) in the same
+/// lanes as [`RmsNorm`]. The gradient dw of a shard is Σ dy · x̂ over the rows of the shard. The rows form chunks of
+/// [`RmsNormBackward::CHUNK`] rows. The sum of a chunk starts at 0 and adds the rows in order by fma. The sums of the chunks are added
+/// pairwise, as ((0+1)+(2+3))…; a sum without a neighbour moves up to the next level of this tree unchanged. The total is added once to
+/// dweight.
 #[derive(Debug)]
 pub struct RmsNormBackward<'a, B: Backend> {
     /// The input of the forward pass.
     pub x: &'a Tensor<B>,
     /// F32 of shape `[1, d]`.
     pub weight: &'a Tensor<B>,
-    /// `inv_rms` of the forward pass.
+    /// The value 1 / sqrt(mean(x²) + eps) of each row, which the forward pass returned.
     pub inv_rms: &'a B::Buf<f32>,
     /// Gradient of y, with the shape of x.
     pub dy: &'a Tensor<B>,
-    /// A tensor that is added to the rounded dx, with the shape of x. The result is rounded again and has the same bits as
+    /// A tensor with the shape of x that the op adds to the rounded dx. The sum is rounded again and has the same bits as the result of
     /// [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
-    /// F32 of shape `[shards, d]`; rows are divided evenly among the shards. The op adds to this tensor.
+    /// F32 of shape `[shards, d]`; rows are divided evenly among the shards. The op adds the gradient to this tensor.
     pub dweight: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> RmsNormBackward<'_, B> {
-    /// Number of rows of a chunk in the sum of dweight.
+    /// The number of rows whose contributions to the gradient of the weight are summed one after the other.
     pub const CHUNK: usize = 64;
 
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

@@ -1,17 +1,18 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result, Tensor};
 
-/// Rotary position embedding on the last c elements of each head (usually all of them); the elements before them are copied. Element i of
-/// the c elements is paired with element i + c/2.
+/// Rotary position embedding of the last c elements of each head. The op copies the other elements. Usually c is the number of elements of
+/// a head. Element i of the c elements is paired with element i + c/2.
 ///
-/// The backward pass is the inverse rotation.
+/// The backward pass of this op is the rotation by the negative angles (`inverse`).
 #[derive(Debug)]
 pub struct Rope<'a, B: Backend> {
     /// Shape `[t, heads · head_dim]`.
     pub x: &'a Tensor<B>,
-    /// F32 of shape `[positions, c]`: cosines of the c/2 angles, then sines. The host computes this table.
+    /// For each position, the cosines of the c/2 angles, followed by their sines; F32 of shape `[positions, c]`. The host computes this
+    /// table.
     pub table: &'a Tensor<B>,
-    /// Number of elements of a head, which is even and at least c.
+    /// The number of elements of a head, which must be even and at least c.
     pub head_dim: usize,
     /// Positions of the rows.
     pub positions: &'a Positions<B>,
@@ -19,23 +20,24 @@ pub struct Rope<'a, B: Backend> {
     pub inverse: bool,
 }
 
-/// Positions of the rows of consecutive sequences: row r is at `first` + r mod `seq_len` − `starts[r]`, so that positions restart with each
-/// document of a sequence.
+/// The positions of the rows of consecutive sequences. Row r has the position `first` + r mod `seq_len` − `starts[r]`, so positions restart
+/// at each document of a sequence.
 ///
-/// Operations cannot check values on a device. Operations clamp a start that is out of the range 0 to r mod `seq_len`.
+/// Operations cannot check the values of `starts`, which are on the device. Operations clamp the start of row r to the range from 0 to r
+/// mod `seq_len`.
 #[derive(Debug, Clone)]
 pub struct Positions<B: Backend> {
     /// Rows of one sequence.
     pub seq_len: usize,
-    /// Position of the first row of a document.
+    /// The position of the first row of each document.
     pub first: usize,
-    /// For each row, the row of its sequence where its document begins. This row number never decreases within a sequence. `None` means
-    /// that each sequence is one document.
+    /// For each row, the index within its sequence at which the document of the row begins. This index never decreases within a sequence.
+    /// `None` means that each sequence is one document.
     pub starts: Option<B::Buf<i32>>,
 }
 
 impl<B: Backend> Positions<B> {
-    /// Positions of sequences of one document each, counted from 0.
+    /// The positions of sequences that each consist of one document. Positions count from 0.
     pub fn of_sequences(seq_len: usize) -> Self {
         Self { seq_len, first: 0, starts: None }
     }
@@ -74,7 +76,7 @@ pub(in crate::ops) fn check_turn<B: Backend>(
 }
 
 impl<B: Backend> Rope<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

@@ -2,17 +2,17 @@ use crate::error::expect_eq;
 use crate::ops::RmsNormBackward;
 use crate::{Agreement, Backend, DType, Result, Tensor};
 
-/// Adds a bias to each row of x, in F32, and rounds once to the type of x. The op works in place, because x is the result of a product.
+/// Adds a bias to each row of x, in F32, and rounds once to the type of x. The op overwrites x, which is the output of a matrix product.
 #[derive(Debug)]
 pub struct AddBias<'a, B: Backend> {
-    /// Shape `[rows, n]`, F32 or BF16. The op overwrites this tensor.
+    /// Shape `[rows, n]`, F32 or BF16.
     pub x: &'a mut Tensor<B>,
     /// F32 of shape `[1, n]`.
     pub bias: &'a Tensor<B>,
 }
 
 impl<B: Backend> AddBias<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -23,23 +23,24 @@ impl<B: Backend> AddBias<'_, B> {
     }
 }
 
-/// The backward pass of [`AddBias`]: sums each shard's rows of dy, and adds the sum to the shard's row of dbias. The gradient of x is dy.
+/// The backward pass of [`AddBias`]. For each shard, it sums the rows of dy that belong to the shard, and adds this sum to one row of
+/// dbias. The gradient of x is dy itself, so this op does not write it.
 ///
-/// The order of the sum is that of [`RmsNormBackward`]. Each chunk of [`AddBiasBackward::CHUNK`] rows is summed in order from 0. A tree
-/// over neighbouring chunks adds their sums, and the total is added once to dbias.
+/// The op adds rows in the same order as [`RmsNormBackward`]. The sum of each chunk of [`AddBiasBackward::CHUNK`] rows starts at 0 and adds
+/// the rows in order. The sums of neighbouring chunks are added pairwise in a tree, and the total is added once to dbias.
 #[derive(Debug)]
 pub struct AddBiasBackward<'a, B: Backend> {
     /// Shape `[rows, n]`, F32 or BF16.
     pub dy: &'a Tensor<B>,
-    /// F32 of shape `[shards, n]`; rows are divided evenly among the shards. The op adds to this tensor.
+    /// F32 of shape `[shards, n]`; rows are divided evenly among the shards. The op adds the gradient to this tensor.
     pub dbias: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> AddBiasBackward<'_, B> {
-    /// Number of rows of a chunk in the sum.
+    /// The number of rows that are summed one after the other, as one chunk.
     pub const CHUNK: usize = RmsNormBackward::<B>::CHUNK;
 
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

@@ -12,15 +12,15 @@ pub struct Cast<'a, B: Backend> {
 }
 
 impl<B: Backend> Cast<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Always succeeds, for any shape and either type.
+    /// Always succeeds, because any shape and either type are allowed.
     pub fn check(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Allocates the result, or shares x if x already has the target type.
+    /// Allocates the result. If x already has the target type, the result shares the buffer of x instead.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         if self.x.dtype() == self.dtype {
             return Ok(self.x.clone());
@@ -29,12 +29,13 @@ impl<B: Backend> Cast<'_, B> {
     }
 }
 
-/// Normally distributed F32 numbers of mean 0 and standard deviation `std`; element i uses index `first + i` of the stream.
+/// Writes normally distributed F32 numbers of mean 0 and standard deviation `std`. Element i uses the random bits at index `first + i` of
+/// the stream.
 #[derive(Debug, Clone, Copy)]
 pub struct InitNormal {
     /// Seed, purpose and site.
     pub stream: Stream,
-    /// Index of the first element in the logical tensor.
+    /// The index of the first element in the whole tensor, of which the result may be a shard.
     pub first: u64,
     /// Number of rows.
     pub rows: usize,
@@ -45,10 +46,10 @@ pub struct InitNormal {
 }
 
 impl InitNormal {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks that every element has an index.
+    /// Checks that the index of every element fits into its integer type.
     pub fn check(&self) -> Result<()> {
         let len = self.rows.checked_mul(self.cols);
         match len.and_then(|len| self.first.checked_add(len as u64)) {
@@ -66,7 +67,8 @@ impl InitNormal {
     }
 }
 
-/// Adds a and b elementwise in F32, and rounds once to the type of a. A third term, if there is one, is then added in the same way.
+/// Adds a and b elementwise in F32, and rounds once to the type of a. If there is a third term, the op then adds the third term to the
+/// rounded sum and rounds again.
 #[derive(Debug)]
 pub struct Add<'a, B: Backend> {
     /// First term.
@@ -78,7 +80,7 @@ pub struct Add<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Add<'a, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// A sum of two terms.
@@ -103,22 +105,22 @@ impl<'a, B: Backend> Add<'a, B> {
     }
 }
 
-/// Sums the shards of each matrix of a stack by the balanced tree ((0+1)+(2+3))… in F32, from `[stack · shards · rows, cols]` to
-/// `[stack · rows, cols]`, rounded once to the type of `into`.
+/// Sums the shards of each matrix of a stack, from the shape `[stack · shards · rows, cols]` to `[stack · rows, cols]`. The op adds in F32
+/// in the order of the balanced tree ((0+1)+(2+3))…, and rounds the sum once to the type of `into`.
 #[derive(Debug)]
 pub struct SumShards<'a, B: Backend> {
-    /// F32 or BF16; the shards of a matrix are stacked.
+    /// The shards, F32 or BF16. The shards of one matrix are consecutive.
     pub x: &'a Tensor<B>,
     /// Number of matrices.
     pub stack: usize,
     /// Number of shards of each matrix, a power of two.
     pub shards: usize,
-    /// Shape `[stack · rows, cols]`, F32 or BF16, overwritten.
+    /// The result, of shape `[stack · rows, cols]` and type F32 or BF16. The op overwrites this tensor.
     pub into: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> SumShards<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -138,27 +140,28 @@ impl<B: Backend> SumShards<'_, B> {
     }
 }
 
-/// Computes Σ x² in F64 for each chunk of [`SQUARES_CHUNK`] elements of several tensors. A chunk is summed over 16 lanes in element order,
-/// and the tree 8, 4, 2, 1 reduces the lanes. [`CloseSquares`] adds the sums of chunks.
+/// Computes Σ x² in F64 for each chunk of [`SQUARES_CHUNK`] elements of several tensors. The sum of a chunk is divided into 16 partial sums
+/// (lanes), which add their elements in order. A tree reduces the lanes by adding lanes at the distances 8, 4, 2 and 1. The op
+/// [`CloseSquares`] then adds the sums of all chunks.
 #[derive(Debug)]
 pub struct SumSquares<'a, B: Backend> {
     /// The tensors. One call takes all tensors, so that a GPU needs only a few launches for them.
     pub tensors: Vec<Squared<'a, B>>,
-    /// Output buffer for the sums of chunks.
+    /// The output buffer, which receives one sum per chunk.
     pub into: &'a mut B::Buf<f64>,
 }
 
-/// One tensor of [`SumSquares`], divided into consecutive parts (experts of a stack). Each part begins a new chunk; the last chunk of a
-/// part may be shorter.
+/// One tensor whose squares [`SumSquares`] sums. The tensor is divided into consecutive parts, such as the experts of a stack. Each part
+/// begins with a new chunk, and the last chunk of a part may be shorter than the others.
 #[derive(Debug)]
 pub struct Squared<'a, B: Backend> {
-    /// The tensor, F32 or BF16, which ends at the end of a chunk.
+    /// The tensor, F32 or BF16. The last element of the tensor must be the last element of a chunk.
     pub x: &'a Tensor<B>,
     /// Number of elements of a part.
     pub part: usize,
-    /// Number of elements of the first part that precede x, a whole number of chunks.
+    /// The number of elements of the first part that come before x in the whole tensor. This number is a multiple of the chunk length.
     pub skip: usize,
-    /// Index of the first chunk's sum; the other sums follow. No two sums have the same index.
+    /// The index in `into` of the sum of the first chunk. The sums of the other chunks follow. No two sums may have the same index.
     pub at: usize,
 }
 
@@ -178,7 +181,7 @@ impl<B: Backend> Squared<'_, B> {
     }
 }
 
-/// Number of chunks of a part of `elements` elements.
+/// The number of chunks into which a part of `elements` elements is divided.
 pub fn squares_chunks(elements: usize) -> usize {
     elements.div_ceil(SQUARES_CHUNK)
 }
@@ -187,7 +190,7 @@ pub fn squares_chunks(elements: usize) -> usize {
 pub const SQUARES_CHUNK: usize = 4096;
 
 impl<B: Backend> SumSquares<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the parts and the indices of their sums.
@@ -213,35 +216,36 @@ impl<B: Backend> SumSquares<'_, B> {
     }
 }
 
-/// Adds the sums of chunks by the tree ((0+1)+(2+3))…, in which an odd sum moves up unchanged; each part's sum is rounded to F32.
+/// Adds the sums of the chunks of each part pairwise, as ((0+1)+(2+3))…, and rounds the sum of each part to F32. A sum without a neighbour
+/// moves up to the next level of this tree unchanged.
 #[derive(Debug)]
 pub struct CloseSquares<'a, B: Backend> {
     /// The sums of chunks.
     pub sums: &'a B::Buf<f64>,
-    /// The chunks of each tensor. One call takes all tensors, so that a GPU needs only a few launches.
+    /// The location of the chunk sums of each tensor. One call takes all tensors, so that a GPU needs only a few launches.
     pub tensors: Vec<ChunkSums>,
-    /// Output buffer for the sums of parts.
+    /// The output buffer, which receives one sum per part.
     pub into: &'a mut B::Buf<f32>,
 }
 
-/// The chunks of one tensor of [`CloseSquares`].
+/// The location of the chunk sums of one tensor of [`CloseSquares`], and of their totals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkSums {
-    /// Index of the first chunk's sum.
+    /// The index of the sum of the first chunk.
     pub first: usize,
-    /// Number of parts; if it is 0, the op does nothing for this tensor.
+    /// The number of parts of the tensor. If there are no parts, the op does nothing for this tensor.
     pub parts: usize,
     /// Number of chunks of each part.
     pub chunks: usize,
-    /// Index of the first part's sum; the other sums follow. No two sums have the same index.
+    /// The index in `into` of the sum of the first part. The sums of the other parts follow. No two sums may have the same index.
     pub at: usize,
 }
 
 impl<B: Backend> CloseSquares<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks the chunks and the indices of sums.
+    /// Checks that the indices of all chunk sums and part sums are within their buffers.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "close_squares";
         let sums = B::len(self.sums);
@@ -273,7 +277,8 @@ fn check_places(op: &'static str, places: impl Iterator<Item = (usize, usize)>, 
     }
 }
 
-/// Transposes each of `stack` matrices `[n, k]` to `[k, n]`, for dgrad of a plain weight. The result is `[stack · k, n]` of the same type.
+/// Transposes each of `stack` matrices from `[n, k]` to `[k, n]`. The product that computes dgrad reads a plain weight in this form. The
+/// result is `[stack · k, n]` of the same type.
 #[derive(Debug)]
 pub struct Transpose<'a, B: Backend> {
     /// Shape `[stack · n, k]`.
@@ -283,7 +288,7 @@ pub struct Transpose<'a, B: Backend> {
 }
 
 impl<B: Backend> Transpose<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the stack.

@@ -1,8 +1,8 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Result, Tensor};
 
-/// a = GELU(h) = h · Φ(h) for each element, with the error function (`torch.nn.GELU()`), in F32 and rounded once:
-/// [`nibble_formats::math::gelu`].
+/// a = GELU(h) = h · Φ(h) for each element, where Φ is computed by the error function, as in `torch.nn.GELU()`. The op computes in F32 by
+/// [`nibble_formats::math::gelu`] and rounds once.
 #[derive(Debug)]
 pub struct Gelu<'a, B: Backend> {
     /// Shape `[rows, f]`, F32 or BF16.
@@ -10,10 +10,10 @@ pub struct Gelu<'a, B: Backend> {
 }
 
 impl<B: Backend> Gelu<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Any shape and either type are allowed.
+    /// Always succeeds, because any shape and either type are allowed.
     pub fn check(&self) -> Result<()> {
         Ok(())
     }
@@ -24,8 +24,8 @@ impl<B: Backend> Gelu<'_, B> {
     }
 }
 
-/// The backward pass of [`Gelu`]: dh = da · (Φ(h) + h · φ(h)) for each element, in F32 and rounded once:
-/// [`nibble_formats::math::gelu_derivative`].
+/// The backward pass of [`Gelu`]: dh = da · (Φ(h) + h · φ(h)) for each element. The op computes in F32 by
+/// [`nibble_formats::math::gelu_derivative`] and rounds once.
 #[derive(Debug)]
 pub struct GeluBackward<'a, B: Backend> {
     /// The input of the forward pass.
@@ -35,7 +35,7 @@ pub struct GeluBackward<'a, B: Backend> {
 }
 
 impl<B: Backend> GeluBackward<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

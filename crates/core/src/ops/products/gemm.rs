@@ -4,18 +4,18 @@ use crate::ops::products::numbers::{Numbers, Stored, Taken};
 use crate::{Agreement, Backend, DType, Error, Grouping, Groups, Operand, Result, Tensor};
 use nibble_formats::BlockAxis;
 
-/// The sizes of a product D `[m, n]` = A `[m, k]` · B `[n, k]`ᵀ.
+/// The sizes m, n and k of a matrix product D `[m, n]` = A `[m, k]` · B `[n, k]`ᵀ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductDims {
-    /// Rows of A and D.
+    /// The number of rows of A and D.
     pub m: usize,
-    /// Rows of B, columns of D.
+    /// The number of rows of B, which is the number of columns of D.
     pub n: usize,
     /// Length of the contraction.
     pub k: usize,
 }
 
-/// Whether groups divide the rows or the contraction of a product.
+/// Which dimension of a grouped product the groups divide: the rows or the contraction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ragged {
     /// Groups divide the rows of A and D, and each group has its own matrix of B, as in fprop and dgrad.
@@ -24,33 +24,33 @@ pub enum Ragged {
     Contraction,
 }
 
-/// An operand of a product, without its values.
+/// The description of an operand of a product: its shape and storage, without its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Factor {
     /// How the operand is stored.
     pub stored: Stored,
-    /// Number of rows of the logical matrix, over all groups.
+    /// The number of rows of the logical (untransposed) matrix, counted over all groups.
     pub rows: usize,
-    /// Number of columns of the logical matrix.
+    /// The number of columns of the logical (untransposed) matrix.
     pub cols: usize,
-    /// Number of columns in an aligned run of columns that are known to have equal scales.
+    /// The number n such that every aligned run of n columns is known to have equal scales.
     pub shared_cols: usize,
-    /// The form of the operand's numbers.
+    /// The form in which the operand's numbers are stored.
     pub taken: Taken,
 }
 
 impl Factor {
-    /// The description of an operand that is stored as codes, without known runs of equal scales.
+    /// Describes an operand that is stored as codes, and in which no columns are known to have equal scales.
     pub const fn new(stored: Stored, rows: usize, cols: usize) -> Self {
         Self { stored, rows, cols, shared_cols: 1, taken: Taken::AsIs }
     }
 
-    /// The description of a plain matrix.
+    /// Describes a plain matrix, which has elements of type `dtype` and no scales.
     pub const fn plain(dtype: DType, rows: usize, cols: usize) -> Self {
         Self::new(Stored::plain(dtype), rows, cols)
     }
 
-    /// The description of an operand.
+    /// Describes the operand `x`.
     pub fn of<B: Backend>(x: &Operand<B>) -> Self {
         let new = Self::new(Stored::of(x), x.rows(), x.cols());
         match x {
@@ -59,7 +59,7 @@ impl Factor {
         }
     }
 
-    /// Number of values of the logical matrix.
+    /// The number of values of the matrix.
     pub const fn len(&self) -> usize {
         self.rows * self.cols
     }
@@ -70,14 +70,16 @@ impl Factor {
     }
 }
 
-/// A product D `[m, n]` = A · Bᵀ, without its values: everything on which a backend's choice of kernels depends.
+/// The description of a product D `[m, n]` = A · Bᵀ without the values of its operands. A backend chooses kernels by this description
+/// alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductDesc {
-    /// Whether groups divide the rows or the contraction.
+    /// Which dimension the groups divide: the rows or the contraction.
     pub ragged: Ragged,
     /// `None` if the product is dense.
     pub groups: Option<Grouping>,
-    /// `m` counts all groups. With [`Ragged::Contraction`], `m` and `n` are those of one matrix of D, and `k` counts all groups.
+    /// `m` is the sum over all groups. With [`Ragged::Contraction`], `m` and `n` are the sizes of one matrix of D, and `k` is the sum over
+    /// all groups.
     pub dims: ProductDims,
     /// The operand A.
     pub a: Factor,
@@ -90,34 +92,34 @@ pub struct ProductDesc {
 }
 
 impl ProductDesc {
-    /// Number of groups; a dense product is one group.
+    /// The number of groups, which is 1 for a dense product.
     pub fn num_groups(&self) -> usize {
         self.groups.map_or(1, |groups| groups.count)
     }
 
-    /// Whether there is nothing to multiply.
+    /// Whether the product has no work, because a size is 0.
     pub fn is_empty(&self) -> bool {
         let ProductDims { m, n, k } = self.dims;
         m == 0 || n == 0 || k == 0 || self.num_groups() == 0
     }
 
-    /// Number of flops: two per multiply-add.
+    /// The number of floating-point operations, where a multiply-add counts as two.
     pub fn flops(&self) -> f64 {
         let ProductDims { m, n, k } = self.dims;
         2.0 * m as f64 * n as f64 * k as f64
     }
 }
 
-/// The arguments of a matrix product, as every operation passes them to a backend.
+/// The arguments of a matrix product. Each op with a matrix product passes this struct to the backend.
 #[derive(Debug)]
 pub struct ProductArgs<'a, B: Backend> {
-    /// The operation's name, for errors.
+    /// The name of the operation, which error messages contain.
     pub op: &'static str,
-    /// Whether groups divide the rows or the contraction.
+    /// Which dimension the groups divide: the rows or the contraction.
     pub ragged: Ragged,
     /// `None` if the product is dense.
     pub groups: Option<&'a Groups<B>>,
-    /// The sizes, as in [`ProductDesc`].
+    /// The sizes m, n and k; [`ProductDesc::dims`] says which of them count all groups.
     pub dims: ProductDims,
     /// The operand A.
     pub a: &'a Operand<B>,
@@ -136,7 +138,7 @@ impl<B: Backend> Clone for ProductArgs<'_, B> {
 impl<B: Backend> Copy for ProductArgs<'_, B> {}
 
 impl<B: Backend> ProductArgs<'_, B> {
-    /// The description of this product, with D of type `out`.
+    /// Describes this product for an output D of type `out`.
     pub fn desc(&self, out: DType) -> ProductDesc {
         let &Self { ragged, dims, accumulate, .. } = self;
         let (groups, a, b) = (self.groups.map(Grouping::of), Factor::of(self.a), Factor::of(self.b));
@@ -146,9 +148,10 @@ impl<B: Backend> ProductArgs<'_, B> {
 
 /// A dense product D = A·Bᵀ.
 ///
-/// Operands are plain or block-scaled (A by `Row`, B by `Row` or `Tile`), in any combination. [`Numbers`] determines which numbers the
-/// product multiplies. For block-scaled codes, each block's dot product is computed first, then total = fma(dot, scale_a · scale_b, total)
-/// in F32. Decoded BF16 numbers are summed without regard to blocks, and tensor scales multiply the sum.
+/// Each operand is plain or block-scaled. Blocks of A must have the axis `Row`; blocks of B, `Row` or `Tile`. The formats of both operands
+/// determine the type of the numbers that the product multiplies ([`Numbers`]). If codes are multiplied, the product computes the dot
+/// product of each block, and adds it to the total by fma(dot, scale_a · scale_b, total) in F32. If operands are decoded to BF16, their
+/// products are summed without regard to blocks, and tensor scales multiply the sum.
 #[derive(Debug)]
 pub struct Gemm<'a, B: Backend> {
     /// Shape `[m, k]`.
@@ -160,11 +163,11 @@ pub struct Gemm<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Gemm<'a, B> {
-    /// How closely backends' results must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
-    /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
+    /// How closely the results of two backends must agree. If tensor cores multiply FP8 or BF16 numbers, the bound is
+    /// [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) or [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT) instead.
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
-    /// Checks shapes and the combination.
+    /// Checks the shapes, and that the op supports this combination of arguments.
     pub fn check(&self) -> Result<ProductDims> {
         const OP: &str = "gemm";
         check_pair(OP, self.a, self.b)?;
@@ -173,13 +176,13 @@ impl<'a, B: Backend> Gemm<'a, B> {
         Ok(ProductDims { m: self.a.rows(), n: self.b.rows(), k: self.a.cols() })
     }
 
-    /// Checks the arguments, and returns the product.
+    /// Checks the arguments, and returns the arguments of the matrix product.
     pub fn product(&self) -> Result<ProductArgs<'a, B>> {
         let (op, ragged, dims) = ("gemm", Ragged::Rows, self.check()?);
         Ok(ProductArgs { op, ragged, groups: None, dims, a: self.a, b: self.b, accumulate: false })
     }
 
-    /// Allocates D, with zeros if the contraction is empty. Call `check` first.
+    /// Allocates D. If the contraction is empty (k = 0), D is zeroed. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         let (m, n) = (self.a.rows(), self.b.rows());
         if self.a.cols() == 0 {
@@ -189,26 +192,27 @@ impl<'a, B: Backend> Gemm<'a, B> {
     }
 }
 
-/// Multiplies the rows of all groups by expert weights in one call: the rows of group g are multiplied by matrix g. The op serves fprop (w
-/// as it is) and dgrad (w transposed). Rows of D past a group's length are zero.
+/// Multiplies the rows of each group by the weight matrix of one expert, in one call for all groups. The rows of group g are multiplied by
+/// matrix g. The op computes both fprop, where `w` is the weight, and dgrad, where `w` is the transposed weight. The padding rows of D,
+/// which lie past the end of each group, are zero.
 #[derive(Debug)]
 pub struct GroupedGemm<'a, B: Backend> {
     /// Shape `[capacity, k]`.
     pub x: &'a Operand<B>,
-    /// `num_groups` stacked matrices `[n, k]`.
+    /// The weights of all groups: `num_groups` stacked matrices of shape `[n, k]`.
     pub w: &'a Operand<B>,
-    /// Which rows belong to which matrix.
+    /// The groups of rows; the rows of group g are multiplied by matrix g.
     pub groups: &'a Groups<B>,
     /// Type of D.
     pub out: DType,
 }
 
 impl<'a, B: Backend> GroupedGemm<'a, B> {
-    /// How closely backends' results must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
-    /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
+    /// How closely the results of two backends must agree. If tensor cores multiply FP8 or BF16 numbers, the bound is
+    /// [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) or [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT) instead.
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
-    /// Checks shapes and the combination. `m` is the capacity.
+    /// Checks the shapes, and that the op supports this combination of arguments. `m` is the capacity.
     pub fn check(&self) -> Result<ProductDims> {
         const OP: &str = "grouped_gemm";
         check_pair(OP, self.x, self.w)?;
@@ -223,7 +227,7 @@ impl<'a, B: Backend> GroupedGemm<'a, B> {
         })
     }
 
-    /// Checks the arguments, and returns the product.
+    /// Checks the arguments, and returns the arguments of the matrix product.
     pub fn product(&self) -> Result<ProductArgs<'a, B>> {
         let (op, ragged, dims, groups) = ("grouped_gemm", Ragged::Rows, self.check()?, Some(self.groups));
         Ok(ProductArgs { op, ragged, groups, dims, a: self.x, b: self.w, accumulate: false })
@@ -235,10 +239,12 @@ impl<'a, B: Backend> GroupedGemm<'a, B> {
     }
 }
 
-/// Computes the weight gradients of all groups. For each group g, dW_g `[n, k]` = dY_gᵀ · X_g, contracted over the group's rows in order.
+/// Computes the weight gradients of all groups. For each group g, dW_g `[n, k]` = dY_gᵀ · X_g, where the sum runs over the rows of the
+/// group in order.
 ///
-/// Plain operands are row-major `[capacity, n]` and `[capacity, k]`; block-scaled operands are `Col`; any two formats can be combined.
-/// Groups start at multiples of [`Numbers::column_step`]. An empty group's gradient is zero.
+/// Plain operands are row-major and have the shapes `[capacity, n]` and `[capacity, k]`. Block-scaled operands have blocks down the columns
+/// (`Col`). The two operands may have any two formats. Each group must start at a multiple of [`Numbers::column_step`] rows. An empty
+/// group's gradient is zero.
 #[derive(Debug)]
 pub struct GroupedWgrad<'a, B: Backend> {
     /// Shape `[capacity, n]`.
@@ -247,18 +253,20 @@ pub struct GroupedWgrad<'a, B: Backend> {
     pub x: &'a Operand<B>,
     /// The rows of each group.
     pub groups: &'a Groups<B>,
-    /// F32 or BF16 `[num_groups · n, k]`; BF16 is the F32 gradient, rounded to nearest even.
+    /// The gradient, of shape `[num_groups · n, k]` and type F32 or BF16. A BF16 gradient is the F32 gradient, rounded to nearest even.
     pub grad: &'a mut Tensor<B>,
-    /// Whether to add to `grad` instead of overwriting it. Each element is added in F32 and rounded to the type of `grad`.
+    /// Whether to add to `grad` instead of overwriting it. If it adds, the op adds each element in F32 and rounds the sum to the type of
+    /// `grad`.
     pub accumulate: bool,
 }
 
 impl<'a, B: Backend> GroupedWgrad<'a, B> {
-    /// How closely backends' results must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
-    /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
+    /// How closely the results of two backends must agree. If tensor cores multiply FP8 or BF16 numbers, the bound is
+    /// [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) or [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT) instead.
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
-    /// Checks shapes and the combination. In the returned sizes, `m` is the layer's n, `n` is the layer's k, and `k` is the capacity.
+    /// Checks the shapes, and that the op supports this combination of arguments. In the returned sizes, `m` is the number of output
+    /// features, `n` is the number of input features, and `k` is the capacity in rows.
     pub fn check(&self) -> Result<ProductDims> {
         const OP: &str = "grouped_wgrad";
         for (argument, x) in [("dy.axis", self.dy), ("x.axis", self.x)] {
@@ -281,7 +289,7 @@ impl<'a, B: Backend> GroupedWgrad<'a, B> {
         Ok(dims)
     }
 
-    /// Checks the arguments, and returns the product and its D.
+    /// Checks the arguments, and returns the arguments of the matrix product and the tensor to which it writes.
     pub fn product(self) -> Result<(ProductArgs<'a, B>, &'a mut Tensor<B>)> {
         let (op, ragged, dims) = ("grouped_wgrad", Ragged::Contraction, self.check()?);
         let Self { dy: a, x: b, groups, grad, accumulate } = self;

@@ -21,27 +21,30 @@ use crate::{Agreement, DType};
 use nibble_formats::{BlockAxis, Codec, Element, Format, LIFTED_BLOCK, ScaleRule, WHOLE_LINE};
 use std::fmt;
 
-/// How closely backends must agree for E4M3 and E5M2 operands with one scale per 128 or more values, and F32 output. Hopper's tensor cores
-/// align the products of a sum to the largest product and keep about 13 bits below the largest product, where F32 keeps 23 bits. Partial
-/// sums are promoted to F32 every 128 values of the contraction. The error is then 1.6e-4 on random data and 3e-4 on heavy-tailed data.
-/// The error is up to 6e-4 if one product of a block is far larger than the others (outliers along the contraction). These errors were
-/// measured with E4M3. The bits that are cut off depend only on the largest product and not on the elements, because products are exact. A
-/// product has 8 significant bits for two E4M3 elements, 7 for E4M3 and E5M2, and 6 for two E5M2 elements.
+/// How closely two backends must agree in a product with F32 output whose operands have E4M3 or E5M2 elements and one scale per 128 or more
+/// values. When Hopper's tensor cores add several products, they shift all products to the exponent of the largest product, and keep about
+/// 13 bits below the leading bit of the largest product. An F32 sum keeps 23 bits below its leading bit. Kernels add partial sums to an F32
+/// accumulator after every 128 values of the contraction. The resulting relative error is 1.6e-4 on random data and 3e-4 on heavy-tailed
+/// data. If one product of a block is far larger than the others, as with outliers along the contraction, the relative error is up to 6e-4.
+/// These errors were measured with E4M3. Because products are exact, the number of bits that are cut off depends only on the largest
+/// product, and not on the element format. The product of two E4M3 elements has 8 significant bits, of an E4M3 and an E5M2 element 7 bits,
+/// and of two E5M2 elements 6 bits.
 pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(7e-4);
 
-/// How closely backends must agree for BF16 operands, and for quantized operands that are decoded to BF16. Tensor cores keep more bits of
-/// BF16 products than of FP8 products. The bound also holds for F32 operands that are split into BF16 parts: three parts if the other
-/// operand is BF16 (exact for magnitudes from 2⁻¹¹⁰ on), or two parts if the result is BF16. An infinity may become NaN.
+/// How closely two backends must agree in a product of BF16 operands, or of quantized operands that are decoded to BF16. Tensor cores keep
+/// more bits of BF16 products than of FP8 products. The bound also holds if an F32 operand is split into a sum of BF16 numbers. If the
+/// other operand is BF16, there are three such numbers, which are exact for magnitudes from 2⁻¹¹⁰ on. If the result is BF16, there are two.
+/// In a split operand, an infinity may become NaN.
 pub const BF16_AGREEMENT: Agreement = Agreement::RelL2(3e-5);
 
-/// The storage of an operand, as far as it determines how the operand is multiplied.
+/// The format, scale rule and block axis of an operand, which determine how a product multiplies the operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stored {
     /// The format, plain or quantized.
     pub format: Format,
-    /// How scales were chosen; meaningless for a plain matrix.
+    /// The rule by which scales were chosen. The rule has no meaning for a plain matrix.
     pub rule: ScaleRule,
-    /// The direction of blocks; meaningless for a plain matrix.
+    /// The direction of blocks. The axis has no meaning for a plain matrix.
     pub axis: BlockAxis,
 }
 
@@ -55,7 +58,7 @@ impl Stored {
         Self { format, rule: ScaleRule::Amax, axis: BlockAxis::Row }
     }
 
-    /// The storage of a matrix that `codec` quantizes along `axis`; without a codec, the storage of a plain matrix of type `dtype`.
+    /// The storage of a matrix that `codec` quantizes along `axis`. If there is no codec, the matrix is plain and has the type `dtype`.
     pub fn made(codec: Option<Codec>, axis: BlockAxis, dtype: DType) -> Self {
         match codec {
             Some(codec) => Self { format: codec.format(), rule: codec.rule(), axis },
@@ -63,7 +66,8 @@ impl Stored {
         }
     }
 
-    /// The element of codes that FP8 units can multiply: E4M3 or E5M2 with one scale per [`LIFTED_BLOCK`] or more values.
+    /// The element type, if FP8 tensor cores can multiply the codes without a conversion: E4M3 or E5M2 with one scale per [`LIFTED_BLOCK`]
+    /// or more values.
     pub fn fp8(self) -> Option<Element> {
         let spec = self.format.spec();
         let is_long = spec.block.is_multiple_of(LIFTED_BLOCK) || spec.block == WHOLE_LINE;
@@ -75,15 +79,16 @@ impl Stored {
         self.format.lift(self.rule, self.axis).is_some()
     }
 
-    /// The result of a lift along the same axis.
+    /// The storage after the conversion to E4M3 (lift), along the same axis.
     pub const fn lifted(self) -> Self {
         let (format, rule) = Format::LIFTED;
         Self { format, rule, axis: self.axis }
     }
 
-    /// The result of a lift for the first or the second operand of a product. The lift keeps the axis, except that row blocks of a second
-    /// operand (a weight) become 2-D blocks of [`LIFTED_BLOCK`] × [`LIFTED_BLOCK`]. Products with one scale per block of columns of D are
-    /// faster, and the scales of a weight are close to each other.
+    /// The storage after the conversion to E4M3 (lift) of the first or the second operand of a product. The conversion keeps the axis of
+    /// blocks with one exception: row blocks of a second operand (a weight) become 2-D blocks of [`LIFTED_BLOCK`] × [`LIFTED_BLOCK`]
+    /// values. 2-D blocks make the product faster, because a block of columns of D then shares one scale. 2-D blocks lose little precision,
+    /// because the scales of a weight are close to each other.
     pub const fn lifted_as(self, is_second: bool) -> Self {
         let axis = match self.axis {
             BlockAxis::Row if is_second => BlockAxis::Tile,
@@ -102,7 +107,7 @@ impl fmt::Display for Stored {
     }
 }
 
-/// The numbers that a product multiplies: the narrowest type to which both operands can be converted.
+/// The type of the numbers that a product multiplies, which is the narrowest type to which both operands can be converted.
 ///
 /// | | FP8, one scale per 128 or more | MX blocks of E2M1, E2M3, E3M2 | any other block format | BF16 | F32 |
 /// |---|---|---|---|---|---|
@@ -112,7 +117,7 @@ impl fmt::Display for Stored {
 /// | BF16 | BF16 | BF16 | BF16 | BF16 | F32 |
 /// | F32 | F32 | F32 | F32 | F32 | F32 |
 ///
-/// [`Numbers::takes`] gives the conversion of an operand. Products of FP8 and BF16 numbers are summed in F32.
+/// The method [`Numbers::takes`] says how an operand is converted to this type. Products of FP8 and BF16 numbers are summed in F32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Numbers {
     /// Codes of E4M3 and E5M2. Scales multiply the dot product of a block, or the whole sum.
@@ -123,7 +128,8 @@ pub enum Numbers {
     F32,
 }
 
-/// The form of an operand when it is multiplied. A product does not count the values that it rounds.
+/// The form to which an operand is converted before a product multiplies it. A product does not count the values that this conversion
+/// rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Taken {
     /// The operand as stored: codes that FP8 units can multiply, or plain numbers.
@@ -138,7 +144,7 @@ pub enum Taken {
 }
 
 impl Numbers {
-    /// The numbers that a product of these two operands multiplies, in either order of the operands.
+    /// The type of the numbers that a product of these two operands multiplies. The order of the operands does not matter.
     pub fn of(a: Stored, b: Stored) -> Self {
         match [a, b] {
             pair if pair.iter().any(|x| x.format == Format::F32) => Self::F32,
@@ -147,7 +153,8 @@ impl Numbers {
         }
     }
 
-    /// The form in which an operand is multiplied. Plain numbers stay as they are, because BF16 numbers are also F32 numbers.
+    /// The form to which the operand `x` is converted before a product multiplies it. A plain operand is not converted, because each BF16
+    /// number is also an F32 number.
     pub fn takes(self, x: Stored) -> Taken {
         match self {
             _ if !x.format.is_block() => Taken::AsIs,
@@ -157,8 +164,8 @@ impl Numbers {
         }
     }
 
-    /// Required alignment of groups of rows, if the contraction runs down the rows: whole blocks of both operands, as stored and as
-    /// multiplied.
+    /// The number of rows to a multiple of which each group must be aligned, if the product sums over rows. With this alignment, a group
+    /// consists of whole blocks of both operands, in the stored and in the converted form.
     pub fn column_step(a: Stored, b: Stored) -> usize {
         let numbers = Self::of(a, b);
         let step = |x: Stored| match numbers.takes(x) {
@@ -168,7 +175,7 @@ impl Numbers {
         step(a).max(step(b))
     }
 
-    /// How closely backends must agree in a product with a quantized operand.
+    /// How closely two backends must agree in a product with a quantized operand, by the type of the numbers that the product multiplies.
     pub const fn agreement(self) -> Agreement {
         match self {
             Self::Fp8 => FP8_AGREEMENT,

@@ -1,33 +1,36 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result, Tensor};
 
-/// Sums the rows of each token by a binary tree over leaves. The result has the shape `[t, d]`.
+/// Sums the rows of each token by a binary tree, to whose leaves the rows are assigned. The result has the shape `[t, d]`.
 ///
-/// A node of the leaves `lo..hi` has the children `lo..mid` and `mid..hi`, mid = lo + (hi − lo) / 2. Each slot of a token has its row at
-/// one leaf. If both children of a node have rows, their sums are added in F32, left + right, and rounded to the rows' type. If one child
-/// has rows, its sum moves up bit for bit (−0 and the payload of a NaN stay). A token without rows gives zeros. Several slots at one leaf
-/// are added in slot order, and each sum is rounded.
+/// The node for the leaves `lo..hi` has the children `lo..mid` and `mid..hi`, where mid = lo + (hi − lo) / 2. The row of each (token, slot)
+/// is at one leaf. If both children of a node have rows, the op adds their sums in F32, as left + right, and rounds the result to the type
+/// of the rows. If only one child has rows, its sum becomes the sum of the node bit for bit, including −0 and the payload of a NaN. If a
+/// token has no rows, its result is zeros. If several slots of a token are at one leaf, their rows are added in the order of the slots, and
+/// each partial sum is rounded.
 ///
-/// Each rank can therefore sum a subtree. If `ranks` is a power of two that divides `leaves`, each rank sums its equal share of the leaves,
-/// and these sums are the leaves of a tree with `ranks` leaves. The root of that tree has the same bits as the root of the whole tree.
+/// With such a tree, each rank can sum one subtree by itself. If the number of ranks is a power of two that divides `leaves`, each rank
+/// sums an equal share of the leaves. The sums of the ranks are then the leaves of a second tree. The root of this second tree has the same
+/// bits as the root of one tree over all leaves.
 #[derive(Debug)]
 pub struct CombineTree<'a, B: Backend> {
     /// The rows.
     pub rows: &'a Tensor<B>,
-    /// For each (token, slot), the index of its row; a slot with an index out of range is not summed. `[t·k]`
+    /// For each (token, slot), the index of its row. If an index is out of range, the slot adds nothing. `[t·k]`
     pub index: &'a B::Buf<i32>,
-    /// For each (token, slot), the index of its leaf; a slot with an index out of range is not summed. `[t·k]`
+    /// For each (token, slot), the index of its leaf. If an index is out of range, the slot adds nothing. `[t·k]`
     pub leaf: &'a B::Buf<i32>,
     /// Number of leaves of the tree.
     pub leaves: usize,
-    /// A tensor that is added to the root. The result is rounded again and has the same bits as [`Add`](crate::ops::Add).
+    /// A tensor that the op adds to the sums at the root. The sum is rounded again and has the same bits as the result of
+    /// [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
     /// Number of slots per token.
     pub top_k: usize,
 }
 
 impl<B: Backend> CombineTree<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths, and `plus`.
@@ -60,18 +63,19 @@ impl<B: Backend> CombineTree<'_, B> {
     }
 }
 
-/// Inverts a list of slots: the result holds the row of each slot, −1 if no row has the slot. [`CombineTree`] needs this inverse for a
-/// [`PermuteMap`](crate::PermuteMap) whose rows have only some of the slots.
+/// Inverts a list of slots per row. The result contains, for each slot, the row that has this slot, or −1 if there is no such row. The op
+/// [`CombineTree`] needs this inverse of a [`PermuteMap`](crate::PermuteMap) if only some of the slots have rows.
 #[derive(Debug)]
 pub struct FindSlots<'a, B: Backend> {
-    /// The (token, slot) of each row, like a map's `row_slot`; negative for padding. No slot occurs twice. `[r]`
+    /// The (token, slot) of each row, as in [`PermuteMap::row_slot`](crate::PermuteMap::row_slot); negative for a padding row. No slot
+    /// occurs twice. `[r]`
     pub row_slot: &'a B::Buf<i32>,
-    /// Number of slots, t·k. Values of t·k or more in `row_slot` are not slots.
+    /// Number of slots, t·k. The op ignores values of t·k or more in `row_slot`.
     pub slots: usize,
 }
 
 impl<B: Backend> FindSlots<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.

@@ -1,27 +1,28 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Groups, Result};
 
-/// Divides the rows of each expert into parts, by shard of the micro-batch. [`PlanPermute`](crate::ops::PlanPermute) sorts by part if the
-/// weight gradient of an expert is a tree sum over shards.
+/// Divides the rows of each expert into parts, one part per shard of the micro-batch to which a row's token belongs. If the weight gradient
+/// of an expert is summed by a tree over shards, [`PlanPermute`](crate::ops::PlanPermute) sorts rows by part.
 ///
-/// Group of each (token, slot) = expert · `parts` + (token / `part_tokens`) mod `parts`; −1 if the expert is −1. Token indices run over all
-/// ranks and micro-batches; a micro-batch of the rank's replica begins at a multiple of `parts` · `part_tokens`.
+/// The group of a (token, slot) is expert · `parts` + (token / `part_tokens`) mod `parts`, or −1 if the expert is −1. Token indices count
+/// over all ranks and micro-batches. Each micro-batch of the replica to which this rank belongs begins at a multiple of `parts` ·
+/// `part_tokens`.
 #[derive(Debug)]
 pub struct AssignParts<'a, B: Backend> {
-    /// Local expert of each (token, slot), −1 if another rank has the expert: `[t·k]`.
+    /// The local expert of each (token, slot), or −1 if the expert is on another rank; `[t·k]`.
     pub expert: &'a B::Buf<i32>,
-    /// Global index of each token: `[t]`.
+    /// The global index of each token; `[t]`.
     pub token_id: &'a B::Buf<i32>,
     /// Number of slots per token.
     pub top_k: usize,
-    /// Parts per expert on this rank.
+    /// The number of parts into which this rank divides the rows of each expert.
     pub parts: usize,
     /// Tokens per part.
     pub part_tokens: usize,
 }
 
 impl<B: Backend> AssignParts<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -47,21 +48,21 @@ impl<B: Backend> AssignParts<'_, B> {
     }
 }
 
-/// Joins every `parts` consecutive groups into one group over the same rows. This turns the groups of [`AssignParts`] into one group per
-/// expert. The padding of the original groups then lies inside a joined group, in rows without an id.
+/// Joins every `parts` consecutive groups into one group over the same rows. The op turns the groups of [`AssignParts`] into one group per
+/// expert. The padding rows of the original groups then lie inside the joined group and have no row id.
 #[derive(Debug)]
 pub struct JoinGroups<'a, B: Backend> {
     /// The groups to join.
     pub groups: &'a Groups<B>,
-    /// Number of original groups per joined group; it divides the number of groups.
+    /// The number of original groups per joined group, which must divide the number of groups.
     pub parts: usize,
 }
 
 impl<B: Backend> JoinGroups<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks the number of groups.
+    /// Checks that `parts` divides the number of groups.
     pub fn check(&self) -> Result<()> {
         let groups = self.groups.num_groups;
         if self.parts == 0 || groups == 0 || !groups.is_multiple_of(self.parts) {
@@ -70,7 +71,7 @@ impl<B: Backend> JoinGroups<'_, B> {
         }
         Ok(())
     }
-    /// Allocates starts and lengths; the result shares the row ids. Call `check` first.
+    /// Allocates the starts and lengths of the joined groups. The result shares the row ids of the original groups. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Groups<B>> {
         let num_groups = self.groups.num_groups / self.parts;
         let (start, len) = (b.alloc(num_groups + 1)?, b.alloc(num_groups)?);

@@ -2,31 +2,34 @@ use crate::error::expect_eq;
 use crate::ops::convert::quantize::check_planes;
 use crate::{Agreement, Backend, Error, Groups, Occupancy, Operand, PermuteMap, Result, RowKind, Tensor};
 
-/// Sorts received (token, slot) pairs stably by (expert, global token, slot), and pads each group to a multiple of `align` rows.
+/// Sorts received (token, slot) pairs stably by (expert, global token, slot), and pads the group of each expert to a multiple of `align`
+/// rows.
 ///
-/// Too many rows and a wrong `num_slots` are detected on the device and reported by [`crate::Occupancy::verify`]. A backend that can read
-/// the slots on the host may report both errors immediately, as well as experts and tokens that are out of range or out of order.
+/// The device detects whether there are too many rows and whether `num_slots` is wrong. [`crate::Occupancy::verify`] reports both errors. A
+/// backend that can read the slots on the host may report these errors immediately. Such a backend may also report experts and tokens that
+/// are out of range or out of order.
 #[derive(Debug)]
 pub struct PlanPermute<'a, B: Backend> {
-    /// Local expert of each (received token, slot), −1 if another rank has the expert: `tokens · top_k`.
+    /// The local expert of each (received token, slot), or −1 if the expert is on another rank; `tokens · top_k` values.
     pub expert: &'a B::Buf<i32>,
-    /// Global index of each received token, strictly ascending. The index of a token without a slot on this rank does not matter.
+    /// The global index of each received token. Indices must be strictly ascending. If a token has no slot on this rank, its index does not
+    /// matter.
     pub token_id: &'a B::Buf<i32>,
     /// Number of slots per token.
     pub top_k: usize,
-    /// Expected number of occupied slots. If fewer slots are occupied, the last values of `slot_row` are −1, and the map's `occupancy`
-    /// reports the difference.
+    /// The number of (token, slot) pairs that the host expects to have an expert on this rank. If there are fewer such pairs, the last
+    /// values of `slot_row` are −1, and the field `occupancy` of the result reports the difference.
     pub num_slots: usize,
     /// Number of local experts.
     pub num_groups: usize,
-    /// Alignment of each group's start, in rows.
+    /// The number of rows to a multiple of which the start of each group is aligned.
     pub align: usize,
-    /// Number of rows that the permuted buffers can hold.
+    /// The number of rows that fit into the buffers of permuted rows.
     pub capacity: usize,
 }
 
 impl<B: Backend> PlanPermute<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -76,8 +79,9 @@ impl<B: Backend> PlanPermute<'_, B> {
     }
 }
 
-/// Copies received rows, with their codes and scales, into expert-sorted order. Padding rows get code 0 and scale byte 0 (2⁻¹²⁶ for F32
-/// scales); in a plain tensor, padding rows are zeros.
+/// Copies received rows into the order in which rows are sorted by expert. Quantized rows are copied with their codes and scales. In a
+/// quantized tensor, padding rows get code 0 and scale byte 0, or the scale 2⁻¹²⁶ if scales are F32. In a plain tensor, padding rows are
+/// zeros.
 #[derive(Debug)]
 pub struct Permute<'a, B: Backend> {
     /// The received rows, plain or with blocks along the rows.
@@ -87,7 +91,7 @@ pub struct Permute<'a, B: Backend> {
 }
 
 impl<B: Backend> Permute<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the buffers.
@@ -110,18 +114,18 @@ fn check_rows<B: Backend>(op: &'static str, rows: &Operand<B>) -> Result<()> {
     Ok(())
 }
 
-/// Copies expert-sorted rows, with their codes and scales, back into (received token, slot) order: one row per slot, without padding,
-/// `[num_slots, cols]`.
+/// Copies rows that are sorted by expert back into the order of (received token, slot). The result has one row per slot, no padding, and
+/// the shape `[num_slots, cols]`. Quantized rows are copied with their codes and scales.
 #[derive(Debug)]
 pub struct Unpermute<'a, B: Backend> {
-    /// Expert-sorted rows `[capacity, cols]`: plain or with blocks along the rows.
+    /// The rows sorted by expert, of shape `[capacity, cols]`, either plain or with blocks along the rows.
     pub rows: &'a Operand<B>,
     /// The permutation.
     pub map: &'a PermuteMap<B>,
 }
 
 impl<B: Backend> Unpermute<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the buffers, and the number of rows.
@@ -136,21 +140,21 @@ impl<B: Backend> Unpermute<'_, B> {
     }
 }
 
-/// `out[i] = values[index[i]]`, 0 if the index is negative. The op permutes gate weights to expert-sorted rows, and the gradients of gate
-/// weights back to slots.
+/// Computes `out[i] = values[index[i]]`, or 0 if the index is negative. The op brings gate weights into the order of the rows that are
+/// sorted by expert, and brings the gradients of gate weights back into the order of the slots.
 #[derive(Debug)]
 pub struct GatherScalars<'a, B: Backend> {
     /// Source values.
     pub values: &'a B::Buf<f32>,
-    /// Index of each result's source.
+    /// For each element of the result, the index in `values` of the element to copy.
     pub index: &'a B::Buf<i32>,
 }
 
 impl<B: Backend> GatherScalars<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Always succeeds, because indices are on the device and come from a [`PermuteMap`].
+    /// Always succeeds. Indices are not checked, because they are on the device and come from a [`PermuteMap`].
     pub fn check(&self) -> Result<()> {
         Ok(())
     }
@@ -161,26 +165,27 @@ impl<B: Backend> GatherScalars<'_, B> {
     }
 }
 
-/// Sums the `top_k` rows of each token in F32, in slot order from slot 0's row, and rounds the sum once to the rows' type. The result has
+/// Sums the `top_k` rows of each token in F32, in the order of the slots, and rounds the sum once to the type of the rows. The result has
 /// the shape `[t, d]`.
 #[derive(Debug)]
 pub struct CombineSlots<'a, B: Backend> {
-    /// The rows: one per (token, slot), unless `index` is given.
+    /// The rows to sum. Without `index`, there is one row per (token, slot), in this order.
     pub rows: &'a Tensor<B>,
-    /// The row of each (token, slot); slots without a row count as zeros. The result is that of [`Unpermute`] or [`PackRows`] followed by
-    /// this sum, without writing the intermediate rows.
+    /// For each (token, slot), the index of its row. A slot without a row counts as zeros. The result is the same as if [`Unpermute`] or
+    /// [`PackRows`] had first brought the rows into the order of the slots, but the op does not write these intermediate rows.
     pub index: Option<&'a B::Buf<i32>>,
-    /// A tensor that is added to the rounded sums. The result is rounded again and has the same bits as [`Add`](crate::ops::Add).
+    /// A tensor that the op adds to the rounded sums. The result is rounded again and has the same bits as the result of
+    /// [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
     /// Number of slots per token.
     pub top_k: usize,
 }
 
 impl<'a, B: Backend> CombineSlots<'a, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// A combine of all rows, in the order of the slots.
+    /// Sums rows that are already in the order of the slots.
     pub fn new(rows: &'a Tensor<B>, top_k: usize) -> Self {
         Self { rows, index: None, plus: None, top_k }
     }
@@ -213,18 +218,18 @@ impl<'a, B: Backend> CombineSlots<'a, B> {
     }
 }
 
-/// Writes the rows given by `index` as records for an all-to-all: codes ‖ scales ‖ tensor scale if there is one ‖ zeros to a multiple of 16
-/// bytes ([`RowKind::row_bytes`]). A negative index gives a record of zeros.
+/// Writes the rows that `index` lists as records for an all-to-all. A record has codes, scales, a tensor scale if the format has one, and
+/// zeros up to a multiple of 16 bytes ([`RowKind::row_bytes`]), in this order. If an index is negative, its record consists of zeros.
 #[derive(Debug)]
 pub struct PackRows<'a, B: Backend> {
     /// The rows, plain or with blocks along the rows.
     pub rows: &'a Operand<B>,
-    /// The index of each record's row.
+    /// For each record, the index of the row to write.
     pub index: &'a B::Buf<i32>,
 }
 
 impl<B: Backend> PackRows<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the buffers.
@@ -238,7 +243,7 @@ impl<B: Backend> PackRows<'_, B> {
         }
     }
 
-    /// Allocates the records, zeroed if they are padded. Call `check` first.
+    /// Allocates the records, which are zeroed if they contain padding. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<u8>> {
         let kind = self.rows.row_kind();
         let len = B::len(self.index).checked_mul(kind.row_bytes());
@@ -249,7 +254,7 @@ impl<B: Backend> PackRows<'_, B> {
     }
 }
 
-/// The inverse of [`PackRows`]: converts records to rows.
+/// The inverse of [`PackRows`], which converts records to rows.
 #[derive(Debug)]
 pub struct UnpackRows<'a, B: Backend> {
     /// The records, one after the other.
@@ -259,7 +264,7 @@ pub struct UnpackRows<'a, B: Backend> {
 }
 
 impl<B: Backend> UnpackRows<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.
@@ -282,7 +287,7 @@ fn check_messages(op: &'static str, bytes: usize, kind: RowKind) -> Result<()> {
     expect_eq(op, "bytes modulo the record's length", bytes % kind.row_bytes(), 0)
 }
 
-/// [`UnpackRows`], then [`Permute`], without writing the intermediate rows.
+/// Applies [`UnpackRows`] and then [`Permute`] in one op, without writing the rows in between.
 #[derive(Debug)]
 pub struct UnpackPermute<'a, B: Backend> {
     /// The records, one after the other.
@@ -294,7 +299,7 @@ pub struct UnpackPermute<'a, B: Backend> {
 }
 
 impl<B: Backend> UnpackPermute<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.

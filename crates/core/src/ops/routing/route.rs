@@ -10,7 +10,7 @@ pub enum Scores {
     Sigmoid,
 }
 
-/// How the score of a group is computed from the choice scores of its experts.
+/// How the router computes the score of a group of experts from the choice scores of its experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupScore {
     /// The largest score, as in DeepSeek-V2 ([arXiv 2405.04434](https://arxiv.org/abs/2405.04434), section 2.2.2).
@@ -19,12 +19,13 @@ pub enum GroupScore {
     Top2,
 }
 
-/// Group-limited routing: a token's experts come from the groups with the largest scores. Expert i is in group i / (experts / `count`).
+/// Group-limited routing: the router chooses all experts of a token from a few groups, those with the largest group scores. Expert i is in
+/// group i / (experts / `count`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertGroups {
-    /// Number of groups, of equal size.
+    /// The number of groups, which all have the same number of experts.
     pub count: usize,
-    /// Number of groups that are chosen per token: the groups with the largest scores.
+    /// The number of groups that are chosen per token.
     pub top: usize,
     /// The score of a group.
     pub score: GroupScore,
@@ -37,32 +38,34 @@ pub struct RouteRule {
     pub scores: Scores,
     /// Number of experts per token.
     pub top_k: usize,
-    /// Whether to divide a token's gate weights by their sum. For sigmoids, the divisor is their sum + [`RouteRule::TINY`].
+    /// Whether to divide a token's gate weights by their sum. If scores are sigmoids, the divisor is the sum of the token's gate weights +
+    /// [`RouteRule::TINY`].
     pub normalize: bool,
-    /// If given, the router first chooses groups, and then chooses experts in these groups.
+    /// The groups of experts in group-limited routing, in which the router first chooses groups and then chooses experts of these groups.
     pub groups: Option<ExpertGroups>,
-    /// Factor of the gate weights, applied last.
+    /// The factor by which all gate weights are multiplied after they are normalized.
     pub scale: f32,
-    /// Round-robin routing, whatever the scores, biases and groups: slot j of token t of a shard goes to expert (t + j · ⌊e / k⌋) mod e.
-    /// This routing is for measurements: if e divides the tokens of a shard, all experts have the same number of slots.
+    /// Whether routing is round-robin and ignores scores, biases and groups: with e experts and k slots per token, slot j of token t of a
+    /// shard goes to expert (t + j · ⌊e / k⌋) mod e. Round-robin routing is for measurements, because all experts get the same number of
+    /// slots if e divides the number of tokens of a shard.
     pub in_turn: bool,
 }
 
 impl RouteRule {
-    /// A constant that is added to divisors that are sums of sigmoids, because such a sum may be 0.
+    /// A constant that is added to a sum of sigmoids before a division by it, because the sum may be 0.
     pub const TINY: f32 = 1e-20;
 
-    /// The rule that chooses the experts with the largest softmax probabilities over all experts.
+    /// The rule that chooses, for each token, the `top_k` experts with the largest softmax probabilities.
     pub const fn softmax(top_k: usize, normalize: bool) -> Self {
         Self { scores: Scores::Softmax, top_k, normalize, groups: None, scale: 1.0, in_turn: false }
     }
 
-    /// The expert, out of `experts`, that round-robin routing chooses for slot `slot` of a shard's token `token`.
+    /// The expert that round-robin routing over `experts` experts chooses for slot `slot` of token `token` of a shard.
     pub const fn turn(&self, token: usize, slot: usize, experts: usize) -> usize {
         (token + slot * (experts / self.top_k)) % experts
     }
 
-    /// The constant that is added to divisors under this rule.
+    /// The constant that is added to a sum of scores before a division by it: 0 for softmax, [`RouteRule::TINY`] for sigmoids.
     pub const fn tiny(&self) -> f32 {
         match self.scores {
             Scores::Softmax => 0.0,
@@ -96,66 +99,74 @@ impl RouteRule {
     }
 }
 
-/// Computes the scores of experts, chooses the `top_k` experts with the largest choice scores, and weights them.
+/// Computes the scores of experts from the router's logits, chooses the `top_k` experts with the largest choice scores for each token, and
+/// computes their gate weights.
 ///
-/// An expert's choice score is its score, plus its bias if there is one. With groups, only experts of the best groups can be chosen. Among
-/// experts or groups with equal scores, the lower index comes first; a NaN comes last. Gate weights are computed from scores without the
-/// bias. [`RouteRule::in_turn`] chooses round-robin instead.
+/// The choice score of an expert is the sum of its score and its bias, if there is a bias. With groups, only experts of the groups with the
+/// largest group scores can be chosen. Among experts or groups with equal scores, the one with the lower index is preferred. A score of NaN
+/// ranks below all other scores. Gate weights are computed from scores without the bias. [`RouteRule::in_turn`] chooses round-robin
+/// instead.
 ///
-/// A row of logits with a NaN or +∞, or with only −∞, counts as a row of NaNs under either score function. The experts of such a row are
-/// the first k, unless routing is round-robin.
+/// If a row of logits contains a NaN or +∞, or only −∞, all scores of the row are NaN under either score function. Such a row is sent to
+/// experts 0 to k − 1, unless routing is round-robin.
 ///
-/// The order of every sum:
-/// * A sum over experts adds expert j to lane j mod 64, each lane in order. Four neighbouring lanes are added as (0 + 1) + (2 + 3), and the
-///   sixteen results by the tree 8, 4, 2, 1. Sums are F32 (F64 for the load-balancing loss), with products by fma.
+/// Sums are computed in the following order:
+/// * A sum over experts is divided into 64 partial sums (lanes). The value of expert j is added to lane j mod 64, in ascending order of j.
+///   Each four neighbouring lanes are added as (0 + 1) + (2 + 3). A tree then adds the sixteen results at the distances 8, 4, 2 and 1. Sums
+///   over experts are in F32, or in F64 for the load-balancing loss. Products are added by fma.
 /// * A sum over slots runs in slot order, in F32.
-/// * A sum over the tokens of a shard has chunks of [`Route::CHUNK`] tokens. Token i of a chunk is added to lane i mod 16 in F32, each lane
-///   in order, and the lanes are reduced by the tree 8, 4, 2, 1. The sums of chunks are added in the same way, in F64; the loss is rounded
-///   to F32 at the end. With documents, each token's share of the load-balancing loss is summed over experts in F32, and then over tokens
-///   in this order.
+/// * A sum over the tokens of a shard is divided into chunks of [`Route::CHUNK`] tokens. In a chunk, token i is added to lane i mod 16 in
+///   F32, in ascending order of i. A tree then adds the lanes at the distances 8, 4, 2 and 1. The sums of the chunks are added in the same
+///   order, but in F64. The loss is rounded to F32 at the end. With documents, the contribution of each token to the load-balancing loss is
+///   first summed over experts in F32. The contributions of all tokens are then summed in the same order as other sums over tokens.
 #[derive(Debug)]
 pub struct Route<'a, B: Backend> {
     /// Shape `[t, e]`, F32.
     pub logits: &'a Tensor<B>,
-    /// A bias for each expert, which is added to the scores only for the choice of experts: `e` values.
+    /// A bias for each expert (`e` values), which is added to the scores only when experts are chosen.
     pub bias: Option<&'a B::Buf<f32>>,
     /// How experts are chosen and weighted.
     pub rule: RouteRule,
-    /// Number of shards of equal size; losses are per shard. A shard may be any run of tokens, such as a sequence.
+    /// The number of shards of equal size into which the tokens are divided. The op returns the losses of each shard. A shard may be any
+    /// run of consecutive tokens, such as a sequence.
     pub shards: usize,
-    /// For shards that are sequences of packed documents, the index of the first token of each token's document, counted within the shard:
-    /// `t` values. The load-balancing loss of a shard is then the mean of its documents' losses, weighted by their tokens. An index outside
-    /// the range 0 to the token's own index is clamped.
+    /// If each shard is a sequence of packed documents: for each token, the index within the shard of the first token of its document (`t`
+    /// values). With documents, the load-balancing loss of a shard is the mean of the losses of its documents, weighted by their numbers of
+    /// tokens. An index outside the range 0 to the token's own index is clamped.
     pub documents: Option<&'a B::Buf<i32>>,
 }
 
 /// The result of [`Route`].
 #[derive(Debug, Clone)]
 pub struct Routing<B: Backend> {
-    /// Expert of each (token, slot), by descending choice score unless routing is round-robin: `t · top_k`.
+    /// The expert of each (token, slot), `t · top_k` values. The experts of a token are in descending order of choice score, unless routing
+    /// is round-robin.
     pub expert: B::Buf<i32>,
     /// Gate weight of each (token, slot).
     pub weight: B::Buf<f32>,
-    /// Saved for the backward pass, F32 `[t, e]`: the softmax of the logits; for sigmoids, the logits themselves, without a copy.
+    /// The tensor that is saved for the backward pass, F32 `[t, e]`. For softmax scores it is the softmax of the logits. For sigmoid scores
+    /// it is the tensor of logits itself, not a copy.
     pub kept: Tensor<B>,
-    /// log Σ exp of each token's logits: `t` values.
+    /// The log-sum-exp of the logits of each token; `t` values.
     pub log_sum_exp: B::Buf<f32>,
-    /// For each shard, the number of (token, slot) pairs per expert: `shards · e` values.
+    /// The number of (token, slot) pairs per expert in each shard; `shards · e` values.
     pub load: B::Buf<i32>,
-    /// Two values per shard. The first is the load-balancing loss e · Σ_e (share of slots sent to e) · (mean probability of e), which is 1
-    /// if experts are balanced. The second is the z-loss mean((log Σ exp logits)²). The shares of slots, load / (k · tokens), sum to 1
-    /// here; in the loss of `transformers`, the shares sum to k, because that loss extends Switch Transformer's loss to several experts per
-    /// token. With sigmoid scores, the probability of an expert is its sigmoid divided by the token's sum of sigmoids, as in equation 19 of
-    /// [arXiv 2412.19437](https://arxiv.org/abs/2412.19437). With documents, the loss is e / (k · tokens) · Σ_t Σ_e p_te · n_e / l, where
-    /// the document of token t has l tokens, and n_e of the document's slots chose expert e.
+    /// Two values per shard. The first loss of a shard is the load-balancing loss e · Σ_e (share of slots sent to e) · (mean probability of
+    /// e), which is 1 if experts are balanced. The second loss of a shard is the z-loss mean((log Σ exp logits)²). The share of slots of an
+    /// expert is load / (k · tokens), so these shares sum to 1. In the load-balancing loss of `transformers`, which extends the loss of
+    /// Switch Transformer to several experts per token, the shares sum to k. With sigmoid scores, the probability of an expert is its
+    /// sigmoid divided by the sum of the token's sigmoids, by equation 19 of [arXiv 2412.19437](https://arxiv.org/abs/2412.19437). With
+    /// documents, the loss is e / (k · tokens) · Σ_t Σ_e p_te · n_e / l, where the document of token t has l tokens, and n_e of the
+    /// document's slots chose expert e.
     pub losses: B::Buf<f32>,
 }
 
 impl<B: Backend> Route<'_, B> {
-    /// Number of tokens of a chunk. The probabilities of a chunk's tokens are summed before the sums of chunks are added.
+    /// The number of tokens of a chunk in sums over tokens. The op first sums the probabilities of the tokens of each chunk, and then adds
+    /// the sums of the chunks.
     pub const CHUNK: usize = 64;
 
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -189,43 +200,47 @@ impl<B: Backend> Route<'_, B> {
     }
 }
 
-/// The gradient of the logits, F32 `[t, e]`, from the gradients of gate weights and the two auxiliary losses. The choice of experts and its
-/// bias have no gradient.
+/// Computes the gradient of the logits, F32 `[t, e]`, from the gradients of the gate weights and of the two auxiliary losses. The choice of
+/// experts, and the biases that affect only this choice, have no gradient.
 ///
-/// With weights w = f·s / D, where D is the divisor (1 without `normalize`) and f the scale, a chosen score has the gradient (f·dw − Σ
-/// dw·w) / D. For softmax, the load-balancing loss adds b, the loss's factor times the expert's load, to this gradient ds; a logit's
-/// gradient is s·(ds − Σ ds·s + z·lse). For sigmoids with the sum S, the load-balancing loss adds (b − Σ b·s / S) / S to ds; a logit's
-/// gradient is ds·s·(1 − s) + z·lse·exp(logit − lse).
+/// A gate weight is w = f·s / D, where s is the score, f is the factor `scale`, and D is the divisor (1 without `normalize`). With
+/// `normalize`, the score of a chosen expert has the gradient (f·dw − Σ dw·w) / D; otherwise it has the gradient f·dw. Let ds be this
+/// gradient of a score, and b the load of the expert times the factor of the load-balancing loss. For softmax, b is added to ds, and the
+/// gradient of a logit is s·(ds − Σ ds·s + z·lse). For sigmoids whose sum is S, (b − Σ b·s / S) / S is added to ds, and the gradient of a
+/// logit is ds·s·(1 − s) + z·lse·exp(logit − lse).
 #[derive(Debug)]
 pub struct RouteBackward<'a, B: Backend> {
     /// The result of [`Route`].
     pub routing: &'a Routing<B>,
-    /// The rule that was given to [`Route`].
+    /// The value of [`Route::rule`] in the forward pass.
     pub rule: RouteRule,
-    /// The number of shards that was given to [`Route`].
+    /// The value of [`Route::shards`] in the forward pass.
     pub shards: usize,
-    /// The documents that were given to [`Route`]; `None` with `batch_load`.
+    /// The value of [`Route::documents`] in the forward pass, or `None` with `batch_load`.
     pub documents: Option<&'a B::Buf<i32>>,
-    /// Gradient of each (token, slot)'s gate weight: `t · top_k`.
+    /// The gradient of the gate weight of each (token, slot); `t · top_k` values.
     pub dweight: &'a B::Buf<f32>,
-    /// Factor of each shard's load-balancing loss in the total loss, or of the single loss with `batch_load`.
+    /// The factor by which each load-balancing loss is multiplied in the total loss. There is one such loss per shard, or a single one with
+    /// `batch_load`.
     pub aux_scale: f32,
-    /// If given, a single load-balancing loss over the rows of several routings replaces the losses per shard. This buffer is the number of
-    /// (token, slot) pairs per expert over those rows, `e` whole numbers. The loss is e · Σ_e (load / rows) · (mean probability of e).
+    /// If `batch_load` is given, a single load-balancing loss over the rows of several calls of [`Route`] replaces the losses per shard.
+    /// This buffer contains the number of (token, slot) pairs of each expert over all those rows, as `e` whole numbers. This single loss is
+    /// e · Σ_e (load / rows) · (mean probability of e).
     pub batch_load: Option<&'a B::Buf<f64>>,
-    /// The number of rows that `batch_load` counts; unused if every shard has its own loss.
+    /// The number of rows over which `batch_load` counts. This number is unused if every shard has its own load-balancing loss.
     pub batch_rows: usize,
-    /// Factor of each shard's z-loss in the total loss.
+    /// The factor by which the z-loss of each shard is multiplied in the total loss.
     pub z_scale: f32,
 }
 
 impl<B: Backend> RouteBackward<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Factors of the two losses in a logit's gradient, with t tokens per shard. In the load-balancing loss, the factor of an expert's load
-    /// is aux · e / (k · t²), or aux · e / rows² with one loss for all rows. With documents, the factor of a document's load divided by its
-    /// tokens is aux · e / (k · t). In the z-loss, the factor of the log-sum-exp is 2 · z / t.
+    /// The factors with which the two auxiliary losses enter the gradient of a logit, for t tokens per shard. The load-balancing loss adds
+    /// the load of the expert times aux · e / (k · t²). If there is one loss for all rows, this factor is aux · e / rows². With documents,
+    /// the loss adds the load of the expert in the document, divided by the number of tokens of the document, times aux · e / (k · t). The
+    /// z-loss adds the log-sum-exp of the logits times 2 · z / t.
     pub fn loss_factors(&self) -> (f64, f32) {
         let (tokens, experts) = self.routing.kept.shape();
         let per_shard = (tokens / self.shards).max(1);

@@ -1,12 +1,12 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result};
 
-/// The rank of each (token, slot), for experts sharded over ranks evenly and in order: expert / `experts_each`.
-/// [`PlanPermute`](crate::ops::PlanPermute) sorts slots by rank in the same way as by expert. An expert out of range is not an error:
-/// the slot's rank is −1, and the slot is not counted.
+/// Computes the rank that has the expert of each (token, slot). Each rank has `experts_each` consecutive experts, so the rank is expert /
+/// `experts_each`. The op [`PlanPermute`](crate::ops::PlanPermute) can then sort slots by rank in the same way as it sorts them by expert.
+/// If an expert is out of range, the op reports no error: the rank of the slot is −1, and the slot is not counted.
 #[derive(Debug)]
 pub struct AssignRanks<'a, B: Backend> {
-    /// Global expert of each (token, slot): `[t·k]`.
+    /// The global index of the expert of each (token, slot); `[t·k]`.
     pub expert: &'a B::Buf<i32>,
     /// Number of slots per token.
     pub top_k: usize,
@@ -19,17 +19,18 @@ pub struct AssignRanks<'a, B: Backend> {
 /// The result of [`AssignRanks`].
 #[derive(Debug, Clone)]
 pub struct SlotRanks<B: Backend> {
-    /// Rank of each (token, slot); −1 if no rank has the expert. `[t·k]`
+    /// The rank that has the expert of each (token, slot), or −1 if no rank has this expert. `[t·k]`
     pub rank: B::Buf<i32>,
-    /// Rank of each (token, slot), but −1 if an earlier slot of the token has the same rank, since a token is sent to a rank only once.
-    /// `[t·k]`
+    /// The rank of each (token, slot), but −1 if an earlier slot of the token has the same rank, because a token is sent to each rank only
+    /// once. `[t·k]`
     pub first: B::Buf<i32>,
-    /// For each rank, the number of tokens sent to that rank, then the number of slots: `[2·world]`.
+    /// For each rank, the number of tokens that are sent to the rank, followed by the number of slots that are sent to the rank;
+    /// `[2·world]`.
     pub counts: B::Buf<i32>,
 }
 
 impl<B: Backend> AssignRanks<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -67,35 +68,37 @@ fn check_slots(op: &'static str, slots: usize, top_k: usize) -> Result<usize> {
     Ok(slots / top_k)
 }
 
-/// Number of words in the record of one token; see [`PackSlots`].
+/// The number of 32-bit words in the record of one token that [`PackSlots`] writes.
 pub const fn record_words(top_k: usize) -> usize {
     1 + 2 * top_k
 }
 
-/// Writes the record of each token that is sent to a rank, in [`record_words`] words. The first word is the token's global number plus 1.
-/// Then, for each slot, comes the local number of the slot's expert on that rank plus 1, or 0 if another rank has the expert. Last come
-/// the bits of each slot's gate weight. So a record of zeros has no token.
+/// Writes a record of [`record_words`] words for each token that is sent to a rank. The first word of a record is the global index of the
+/// token plus 1. The next words, one per slot of the token, are the local index of the slot's expert on the receiving rank plus 1, or 0 if
+/// the expert is on another rank. The last words, one per slot of the token, are the bits of the slot's gate weight. A record of zeros
+/// therefore means that there is no token.
 ///
-/// A record goes to the rank that has the expert of the record's slot. All words of the record are 0 if the slot is negative or past the
-/// end. If the slot's expert is negative, the words for experts are 0.
+/// Each record is written for one slot, and is sent to the rank that has the expert of this slot. If the slot of a record is negative or
+/// past the end, all words of the record are 0. If the expert of this slot is negative, all words for experts are 0.
 #[derive(Debug)]
 pub struct PackSlots<'a, B: Backend> {
-    /// For each record, a (token, slot) pair that is sent to the record's rank: `row_slot` of a plan over [`SlotRanks::first`]. `[m]`
+    /// For each record, a (token, slot) pair that is sent to the rank of the record. This list is the `row_slot` that
+    /// [`PlanPermute`](crate::ops::PlanPermute) computes from [`SlotRanks::first`]. `[m]`
     pub slot: &'a B::Buf<i32>,
-    /// The experts that were given to [`AssignRanks`]. `[t·k]`
+    /// The global index of the expert of each (token, slot), as in [`AssignRanks::expert`]. `[t·k]`
     pub expert: &'a B::Buf<i32>,
     /// Gate weight of each (token, slot). `[t·k]`
     pub weight: &'a B::Buf<f32>,
     /// Number of slots per token.
     pub top_k: usize,
-    /// The number of experts per rank that was given to [`AssignRanks`].
+    /// The number of experts per rank, as in [`AssignRanks::experts_each`].
     pub experts_each: usize,
     /// Global number of each token. `[t]`
     pub token_id: &'a B::Buf<i32>,
 }
 
 impl<B: Backend> PackSlots<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -127,10 +130,10 @@ fn check_words(op: &'static str, argument: &'static str, records: usize, top_k: 
 }
 
 /// The inverse of [`PackSlots`]: converts records to the inputs of [`PlanPermute`](crate::ops::PlanPermute) and
-/// [`GatherScalars`](crate::ops::GatherScalars). A record of zeros has token −1, experts −1 and weights 0.
+/// [`GatherScalars`](crate::ops::GatherScalars). A record of zeros becomes the token −1 with experts −1 and gate weights 0.
 #[derive(Debug)]
 pub struct UnpackSlots<'a, B: Backend> {
-    /// Records one after the other: `[m, record_words]`.
+    /// The records, one after the other; `[m, record_words]`.
     pub records: &'a B::Buf<i32>,
     /// Number of slots per token.
     pub top_k: usize,
@@ -141,14 +144,14 @@ pub struct UnpackSlots<'a, B: Backend> {
 pub struct ReceivedSlots<B: Backend> {
     /// Global number of each token. `[m]`
     pub token_id: B::Buf<i32>,
-    /// Local expert of each (token, slot), −1 if another rank has the expert. `[m·k]`
+    /// The local index of the expert of each (token, slot), or −1 if the expert is on another rank. `[m·k]`
     pub expert: B::Buf<i32>,
     /// Gate weight of each (token, slot). `[m·k]`
     pub weight: B::Buf<f32>,
 }
 
 impl<B: Backend> UnpackSlots<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.

@@ -2,18 +2,18 @@ use crate::error::expect_eq;
 use crate::ops::Control;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
-/// One AdamW step of all parameters in place (decoupled weight decay, Loshchilov & Hutter 2019), all in F32:
+/// One AdamW step of all parameters, in place and in F32, with decoupled weight decay (Loshchilov & Hutter 2019):
 ///
 /// g = grad · grad_scale; m = β₁m + (1−β₁)g; v = β₂v + (1−β₂)g²;
 /// w ← w − lr · weight_decay · w − lr · (m · bias1) / (sqrt(v · bias2) + eps).
 ///
-/// BF16 moments are widened when read and rounded to nearest even when written; the update of a weight uses its new moments before they are
-/// rounded. If [`Control::STOP`] is set, nothing changes.
+/// BF16 moments are converted to F32 when they are read, and rounded to nearest even when they are written. The update of a weight uses the
+/// new moments before they are rounded. If the flag [`Control::STOP`] is set, the op changes nothing.
 #[derive(Debug)]
 pub struct AdamW<'a, B: Backend> {
     /// The parameters. One call takes all parameters, so that a GPU needs only a few launches.
     pub tensors: Vec<AdamWTensor<'a, B>>,
-    /// Learning rate, bias corrections, clipping factor and the stop flag: see [`Control`].
+    /// The buffer of [`Control`], from which the op reads the learning rate, the bias corrections, the clipping factor and the stop flag.
     pub control: &'a B::Buf<f32>,
     /// The decay rate β₁ of the first moment.
     pub beta1: f32,
@@ -32,7 +32,7 @@ pub struct AdamWTensor<'a, B: Backend> {
     pub grad: &'a Tensor<B>,
     /// First moment, F32 or BF16.
     pub exp_avg: &'a mut Tensor<B>,
-    /// Second moment, of the same type as the first.
+    /// The second moment, of the same type as the first moment.
     pub exp_avg_sq: &'a mut Tensor<B>,
     /// The factor of the decoupled weight decay.
     pub weight_decay: f32,
@@ -53,7 +53,7 @@ impl<B: Backend> AdamWTensor<'_, B> {
 }
 
 impl<B: Backend> AdamW<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes and types.

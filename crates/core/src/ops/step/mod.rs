@@ -7,31 +7,31 @@ use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Occupancy, Result};
 use std::ops::Range;
 
-/// Indices of a step's scalars on the device: one F32 buffer of [`Control::LEN`] values.
+/// Indices into the control buffer: an F32 buffer of [`Control::LEN`] values on the device with the scalars of a step.
 #[derive(Debug, Clone, Copy)]
 pub struct Control;
 
 impl Control {
-    /// Learning rate.
+    /// Index of the learning rate.
     pub const LR: usize = 0;
-    /// 1 / (1 − β₁^step) of AdamW.
+    /// Index of 1 / (1 − β₁^step), the bias correction of AdamW's first moment.
     pub const BIAS1: usize = 1;
-    /// 1 / (1 − β₂^step) of AdamW.
+    /// Index of 1 / (1 − β₂^step), the bias correction of AdamW's second moment.
     pub const BIAS2: usize = 2;
-    /// Factor of the gradient of a target's loss: 1 / (number of the step's targets that count), so that the loss is a mean over these
-    /// targets.
+    /// Index of the factor by which the gradient of each target's loss is multiplied. The factor is 1 / (number of targets of the step that
+    /// have a loss), so that the loss of the step is a mean over these targets.
     pub const LOSS_SCALE: usize = 3;
-    /// Factor of the gradient for clipping.
+    /// Index of the factor by which clipping multiplies the gradient.
     pub const GRAD_SCALE: usize = 4;
-    /// A flag that is not 0 after a value was not finite or a buffer overflowed. No weight changes while this flag is set, and only the
-    /// host clears the flag.
+    /// Index of a flag, which becomes non-zero when a value is not finite or a buffer overflows. While this flag is set, no weight changes.
+    /// Only the host clears the flag.
     pub const STOP: usize = 5;
     /// Number of values.
     pub const LEN: usize = 6;
-    /// The number of values, from the first on, that the host sets for each step.
+    /// The number of values at the start of the control buffer that the host sets for each step.
     pub const FROM_HOST: usize = 4;
 
-    /// Scalars for a pass outside of a training step. All scalars are zero except the factor of losses.
+    /// The scalars for a forward or backward pass outside of a training step. All scalars are zero except [`Control::LOSS_SCALE`].
     pub fn with_loss_scale(scale: f32) -> [f32; Self::LEN] {
         let mut control = [0.0; Self::LEN];
         control[Self::LOSS_SCALE] = scale;
@@ -39,26 +39,27 @@ impl Control {
     }
 }
 
-/// Indices of a step's progress on the device: one U32 buffer of [`Clock::LEN`] values.
+/// Indices into the clock: a U32 buffer of [`Clock::LEN`] values on the device that count steps and micro-batches.
 #[derive(Debug, Clone, Copy)]
 pub struct Clock;
 
 impl Clock {
-    /// Number of the current step, counted from 0.
+    /// Index of the number of the current step, counted from 0.
     pub const STEP: usize = 0;
-    /// Number of the step's micro-batches that have started.
+    /// Index of the number of micro-batches of the current step that have started.
     pub const MICRO: usize = 1;
     /// Number of values.
     pub const LEN: usize = 2;
 }
 
-/// A step's inputs from the host, as I32 words. First come [`InputLayout::SCALARS`] words: the bits of the F32 scalars of
-/// [`Control::FROM_HOST`] and the words at [`InputLayout::TOLD`]. Then, for each micro-batch, come its ids, its targets and, if attention
-/// separates documents, the starts of its documents. All of these words together fill one slot. A ring has two slots, so that the host
-/// writes one while the device reads the other: step n reads slot n mod 2.
+/// The layout of the inputs that the host gives to a step, as I32 words in a ring buffer of two slots. A slot begins with
+/// [`InputLayout::SCALARS`] words: the bits of the [`Control::FROM_HOST`] F32 scalars, followed by the words that this rank reports
+/// ([`InputLayout::TOLD`]). For each micro-batch, the slot then has the token ids, the targets and, if attention separates documents, the
+/// starts of the documents. One slot contains the inputs of one step. The ring buffer has two slots, so that the host can write one slot
+/// while the device reads the other. Step n reads slot n mod 2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InputLayout {
-    /// Tokens of a micro-batch on this rank.
+    /// The number of tokens of a micro-batch on this rank.
     pub tokens: usize,
     /// Micro-batches of a step.
     pub micro_batches: usize,
@@ -67,12 +68,12 @@ pub struct InputLayout {
 }
 
 impl InputLayout {
-    /// Number of words before the first id.
+    /// The number of words of a slot before the first token id.
     pub const SCALARS: usize = Self::TOLD + Self::TOLD_WORDS;
-    /// Index of the first word that this rank reports to the other ranks, for example whether the rank received a request to end the run.
-    /// These words are part of the step's record, so that all ranks read the same words.
+    /// Index of the first word that this rank reports to the other ranks. For example, a word says whether this rank received a request to
+    /// end the run. The reported words become part of the record of the step, so that all ranks read the same words.
     pub const TOLD: usize = Control::FROM_HOST;
-    /// Number of words that this rank reports.
+    /// The number of words that this rank reports to the other ranks.
     pub const TOLD_WORDS: usize = 3;
 
     /// Number of words of one slot.
@@ -84,12 +85,12 @@ impl InputLayout {
         2 + usize::from(self.apart)
     }
 
-    /// Number of words of document starts per micro-batch: one per token, or 0.
+    /// The number of words per micro-batch for document starts: one per token, or 0 if attention does not separate documents.
     pub fn starts(&self) -> usize {
         if self.apart { self.tokens } else { 0 }
     }
 
-    /// Ranges of a micro-batch in a slot: its ids, its targets, and its document starts.
+    /// The ranges of words in a slot that contain the token ids, the targets and the document starts of micro-batch `micro`.
     pub fn micro_batch(&self, micro: usize) -> [Range<usize>; 3] {
         let tokens = self.tokens;
         let ids = Self::SCALARS + self.words_a_token() * tokens * micro;
@@ -103,8 +104,8 @@ impl InputLayout {
     }
 }
 
-/// Begins a step: copies the scalars of the step's slot to the control buffer, zeroes the table of sums, copies the words at
-/// [`InputLayout::TOLD`] to the table's cells from `told` on, and resets the count of started micro-batches.
+/// Begins a step. The op copies the scalars in the slot of the step to the control buffer, zeroes the table of sums, and sets the number of
+/// started micro-batches to 0. The op also copies the words at [`InputLayout::TOLD`] to the cells of the table from `told` on.
 #[derive(Debug)]
 pub struct BeginStep<'a, B: Backend> {
     /// The ring buffer of inputs.
@@ -115,17 +116,17 @@ pub struct BeginStep<'a, B: Backend> {
     pub clock: &'a mut B::Buf<u32>,
     /// See [`Control`].
     pub control: &'a mut B::Buf<f32>,
-    /// The table that [`Collect`] adds to.
+    /// The table of sums to which [`Collect`] adds values.
     pub table: &'a mut B::Buf<f64>,
-    /// The first of the [`InputLayout::TOLD_WORDS`] cells for the words that this rank reports to the other ranks.
+    /// The first cell of the table for the [`InputLayout::TOLD_WORDS`] words that this rank reports to the other ranks.
     pub told: usize,
 }
 
 impl<B: Backend> BeginStep<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks lengths, and that the cells from `told` on are within the table.
+    /// Checks the lengths of the buffers, and that the cells from `told` on are within the table.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "begin_step";
         self.layout.check::<B>(OP, self.inputs, self.clock)?;
@@ -138,11 +139,12 @@ impl<B: Backend> BeginStep<'_, B> {
     }
 }
 
-/// Begins a micro-batch: copies its ids, its targets and its document starts from the step's slot to the buffers of the passes, and numbers
-/// its rows as (micro-batch · ranks + rank) · tokens + row. The op also advances the clock.
+/// Begins a micro-batch. The op copies the token ids, targets and document starts of the micro-batch from the slot of the step to the
+/// buffers that forward and backward passes read. Each row gets the global number (micro-batch · ranks + rank) · tokens + row. The op also
+/// increments the number of started micro-batches in the clock.
 ///
-/// A backend refuses a micro-batch beyond the layout's number if the host can see the clock; otherwise the backend reads the last
-/// micro-batch again.
+/// If a step begins more micro-batches than its slot has, a backend whose clock the host can read reports an error. Other backends read the
+/// last micro-batch again.
 #[derive(Debug)]
 pub struct BeginMicroBatch<'a, B: Backend> {
     /// The ring buffer of inputs.
@@ -155,10 +157,10 @@ pub struct BeginMicroBatch<'a, B: Backend> {
     pub ids: &'a mut B::Buf<i32>,
     /// Targets, `layout.tokens` values.
     pub targets: &'a mut B::Buf<i32>,
-    /// For each token, the index within its sequence where its document begins, `layout.tokens` values. The buffer is empty if attention
+    /// For each token, the index within its sequence at which its document begins; `layout.tokens` values. The buffer is empty if attention
     /// does not separate documents.
     pub starts: &'a mut B::Buf<i32>,
-    /// Global number of each row, `layout.tokens` values.
+    /// The global number of each row; `layout.tokens` values.
     pub row_id: &'a mut B::Buf<i32>,
     /// The number of this rank.
     pub rank: usize,
@@ -167,7 +169,7 @@ pub struct BeginMicroBatch<'a, B: Backend> {
 }
 
 impl<B: Backend> BeginMicroBatch<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -187,7 +189,7 @@ impl<B: Backend> BeginMicroBatch<'_, B> {
     }
 }
 
-/// Values on the device that an operation has computed.
+/// Values on the device that an operation has computed and that [`Collect`] adds to a table.
 #[derive(Debug)]
 pub enum EntrySource<'a, B: Backend> {
     /// Counts as U64 integers.
@@ -227,24 +229,27 @@ impl<B: Backend> EntrySource<'_, B> {
 /// Number of values of [`EntrySource::Occupancy`].
 pub const OCCUPANCY_VALUES: usize = 3;
 
-/// Number of values of a report before the tables: the step, the stop flag, the gradient norm and the factor of the gradient.
+/// The number of values at the start of a report: the step, the stop flag, the gradient norm and the clipping factor. The tables of all
+/// ranks follow.
 pub const REPORT_HEAD: usize = 4;
 
-/// Destination of a source's values: value i is added to cell `at + (i mod cells) · stride`.
+/// The values of one source and the cells of the table to which [`Collect`] adds them: value i is added to cell
+/// `at + (i mod cells) · stride`.
 #[derive(Debug)]
 pub struct Entry<'a, B: Backend> {
     /// The values.
     pub source: EntrySource<'a, B>,
     /// Index of the first cell.
     pub at: usize,
-    /// Number of cells; a divisor of the number of values.
+    /// The number of cells, which must divide the number of values.
     pub cells: usize,
     /// Distance between cells.
     pub stride: usize,
 }
 
-/// Adds values that operations have left on the device to a table of F64 sums (and of largest magnitudes), in one launch. The values of one
-/// cell are added in the order of the entries. Counts, whose sums are exact, and magnitudes may share a cell; other entries may not.
+/// Adds values that operations have computed on the device to a table of F64 sums and of largest magnitudes, in one launch. The values of
+/// one cell are added in the order of the entries. Several entries may share a cell if their values are counts, whose sums are exact, or
+/// magnitudes. Other entries may not share cells.
 #[derive(Debug)]
 pub struct Collect<'a, B: Backend> {
     /// The values to add, and their cells.
@@ -254,7 +259,7 @@ pub struct Collect<'a, B: Backend> {
 }
 
 impl<B: Backend> Collect<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks that every entry is within the table.
@@ -275,22 +280,25 @@ impl<B: Backend> Collect<'_, B> {
     }
 }
 
-/// Ends a step's passes: computes the norm of the gradient, decides whether the step counts, and writes the report.
+/// Runs after the passes of a step: computes the norm of the gradient, decides whether the step may change weights, and writes the report
+/// of the step.
 ///
-/// * norm² = Σ `squares[order[i]]` in F64, in the order of [`SumSquares`](crate::ops::SumSquares) and
-///   [`CloseSquares`](crate::ops::CloseSquares): chunks, lanes, trees.
-/// * [`Control::STOP`] becomes 1 if the norm or any of `squares` is not finite, or if, in any rank's table, a cell of `alarms` is not 0 or
-///   a cell of `finite` is not finite. The squares that `order` leaves out, because another rank has them too, are checked as well. While
-///   the flag is 1, no step counts; this op never resets the flag to 0.
+/// * norm² = Σ `squares[order[i]]` in F64. The sum has the same chunks, lanes and trees as [`SumSquares`](crate::ops::SumSquares) and
+///   [`CloseSquares`](crate::ops::CloseSquares).
+/// * [`Control::STOP`] becomes 1 if the norm or any of `squares` is not finite. The flag also becomes 1 if, in the table of any rank, a
+///   cell of `alarms` is not 0 or a cell of `finite` is not finite. This check includes the squares that `order` leaves out because another
+///   rank has the same squares. While the flag is 1, no step changes weights. This op never resets the flag to 0.
 /// * [`Control::GRAD_SCALE`] = `clip_norm` / norm if the norm is larger than `clip_norm` and `clip_norm` is not 0, else 1.
-/// * Half (step mod 2) of `reports` gets [`REPORT_HEAD`] values (step, stop, norm, scale), then the tables.
+/// * The op writes [`REPORT_HEAD`] values (step, stop flag, norm, clipping factor), followed by the tables, to the first or second half of
+///   `reports`, by step mod 2.
 /// * The clock advances to the next step.
 #[derive(Debug)]
 pub struct EndStep<'a, B: Backend> {
-    /// Sums of squares of every rank's gradients, rank by rank.
+    /// The sums of squares of the gradients of all ranks, rank by rank.
     pub squares: &'a B::Buf<f32>,
-    /// Indices in `squares` of the sums to add. Each index occurs once, and the order does not depend on the number of ranks. An index out
-    /// of range is the caller's error: a backend that can see the index reports the error, and no backend reads past the end.
+    /// The indices of the elements of `squares` to add. No index occurs twice. The order in which the sums are added does not depend on the
+    /// number of ranks. The caller must not give an index that is out of range. A backend that can read the index on the host reports an
+    /// error, and no backend reads past the end of `squares`.
     pub order: &'a B::Buf<i32>,
     /// Every rank's table, one after the other.
     pub tables: &'a B::Buf<f64>,
@@ -300,7 +308,7 @@ pub struct EndStep<'a, B: Backend> {
     pub alarms: Range<usize>,
     /// Cells of a table that must be finite.
     pub finite: Range<usize>,
-    /// Largest norm of the clipped gradient; 0 means no clipping.
+    /// The norm to which a larger gradient is clipped; 0 means no clipping.
     pub clip_norm: f64,
     /// See [`Clock`].
     pub clock: &'a mut B::Buf<u32>,
@@ -311,7 +319,7 @@ pub struct EndStep<'a, B: Backend> {
 }
 
 impl<B: Backend> EndStep<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
     /// Checks lengths.
     pub fn check(&self) -> Result<()> {
@@ -332,19 +340,20 @@ impl<B: Backend> EndStep<'_, B> {
     }
 }
 
-/// Updates the biases of a router at the end of a step. The bias of an expert with fewer slots than the layer's mean grows by `rate`, and
-/// the bias of an expert with more slots shrinks by `rate` (arXiv 2408.15664, algorithm 1): b += rate · sign(mean load − load), one
-/// addition in F32. The loads count the slots of the whole step on all ranks; loads are whole numbers, so sums and comparisons are exact.
-/// If [`Control::STOP`] is set, nothing changes.
+/// Updates the expert biases of a router at the end of a step, so that experts get more equal numbers of slots. The bias of an expert with
+/// fewer slots than the mean of the layer grows by `rate`, and the bias of an expert with more slots shrinks by `rate`. By algorithm 1 of
+/// arXiv 2408.15664, b += rate · sign(mean load − load), with one addition in F32. The load of an expert is its number of slots in the
+/// whole step on all ranks. Loads are whole numbers, so sums and comparisons are exact. If the flag [`Control::STOP`] is set, the op
+/// changes nothing.
 #[derive(Debug)]
 pub struct BalanceBias<'a, B: Backend> {
     /// Every rank's table, one after the other.
     pub tables: &'a B::Buf<f64>,
     /// Number of ranks.
     pub ranks: usize,
-    /// The cell of the first expert's load in a table; the other loads follow.
+    /// The cell of a table that contains the load of the first expert. The loads of the other experts follow.
     pub at: usize,
-    /// Change of a bias per step.
+    /// The amount by which a bias grows or shrinks in a step.
     pub rate: f32,
     /// See [`Control`].
     pub control: &'a B::Buf<f32>,
@@ -353,7 +362,7 @@ pub struct BalanceBias<'a, B: Backend> {
 }
 
 impl<B: Backend> BalanceBias<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -370,7 +379,7 @@ impl<B: Backend> BalanceBias<'_, B> {
         expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)
     }
 
-    /// Number of cells of a table. Call `check` first.
+    /// The number of cells of the table of one rank. Call `check` first.
     pub fn cells(&self) -> usize {
         B::len(self.tables) / self.ranks
     }

@@ -4,22 +4,22 @@ use nibble_formats::{AmaxOf, DelayedScaling};
 
 use crate::ops::Control;
 
-/// Consecutive records of several spans that share one [`DelayedScaling`].
+/// Consecutive records of magnitudes for several spans (parts of a tensor with their own scales) that share one [`DelayedScaling`] rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AmaxRecords {
     /// The update rule of the records.
     pub scaling: DelayedScaling,
-    /// Index of the first record.
+    /// The index in the buffer of records at which the first record starts.
     pub first: usize,
     /// Number of spans.
     pub spans: usize,
 }
 
 impl AmaxRecords {
-    /// Number of words per span; see [`AmaxRecords::words`].
+    /// The number of words that [`AmaxRecords::words`] returns for each span.
     pub const WORDS: usize = 4;
 
-    /// Number of F32 values of all records.
+    /// The number of F32 values in all of these records together.
     pub fn len(&self) -> usize {
         self.spans * self.scaling.record_len()
     }
@@ -29,11 +29,12 @@ impl AmaxRecords {
         self.spans == 0
     }
 
-    /// Four words for each span: the index of its record, the length of its history, whether only the most recent magnitude determines the
-    /// scale, and the margin.
+    /// Returns four words for each span: the index of its record, the length of its history, a flag, and the margin. The flag says whether
+    /// only the most recent magnitude determines the scale.
     ///
     /// # Errors
-    /// An error if the history or the margin is out of range; [`Error::Shape`] if the index of a record does not fit a word.
+    /// An error if the length of the history or the margin is out of range, and [`Error::Shape`] if the index of a record does not fit into
+    /// 32 bits.
     pub fn words(&self) -> Result<impl Iterator<Item = u32> + use<>> {
         let Self { scaling: DelayedScaling { history, amax, margin }, first, spans } = *self;
         let len = DelayedScaling::new(history, amax, margin)?.record_len();
@@ -47,15 +48,16 @@ impl AmaxRecords {
     }
 }
 
-/// Ends a step of delayed scaling: adds every span's largest magnitude, which [`Collect`](crate::ops::Collect) has put into a table, to the
-/// span's record ([`DelayedScaling::push`]). If [`Control::STOP`] is set, nothing changes.
+/// Updates the records of delayed scaling at the end of a step. The op adds the largest magnitude of each span, which
+/// [`Collect`](crate::ops::Collect) has written to a table, to the record of the span by [`DelayedScaling::push`]. If the flag
+/// [`Control::STOP`] is set, the op changes nothing.
 #[derive(Debug)]
 pub struct PushAmax<'a, B: Backend> {
     /// The step's table of sums and magnitudes.
     pub table: &'a B::Buf<f64>,
-    /// The cell of the first span's magnitude.
+    /// The cell of the table that contains the largest magnitude of the first span.
     pub at: usize,
-    /// [`AmaxRecords::words`] of every span, in the order of the cells.
+    /// The words of [`AmaxRecords::words`] for every span, in the order of the cells of `table`.
     pub spans: &'a B::Buf<u32>,
     /// See [`Control`].
     pub control: &'a B::Buf<f32>,
@@ -64,11 +66,11 @@ pub struct PushAmax<'a, B: Backend> {
 }
 
 impl<B: Backend> PushAmax<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks lengths. The words are on the device, so they are not checked: a span whose record is not within the records, or whose
-    /// history or margin is out of [`DelayedScaling`]'s range, is skipped.
+    /// Checks lengths. The words in `spans` are not checked, because they are on the device. The op skips a span if its record is outside
+    /// the buffer, or if its history or margin is outside the range of [`DelayedScaling`].
     pub fn check(&self) -> Result<()> {
         const OP: &str = "push_amax";
         let (words, cells) = (B::len(self.spans), B::len(self.table));

@@ -3,21 +3,22 @@ use crate::ops::convert::quantize::{Emit, Emitted, Planes, check_group_rows};
 use crate::{Agreement, Backend, BlockScaled, Error, Groups, Operand, Result, Tensor};
 use nibble_formats::{BlockAxis, Codec};
 
-/// a = silu(g) · u · w, from h = `[g | u]` of `[r, 2f]` and the gate weight w of each row.
+/// Computes a = silu(g) · u · w. The input h = `[g | u]` of shape `[r, 2f]` contains g in its first f columns and u in its last f columns,
+/// and w is the gate weight of each row.
 ///
-/// The op reads h once. The op writes `a` in the requested form and, on request, h quantized along its rows for the backward pass. silu and
-/// both products are computed in F32; `a` is rounded once.
+/// The op reads h once. The op writes `a` in the requested form. On request, it also writes a copy of h for the backward pass, quantized
+/// with blocks along rows. The op computes silu and both products in F32 and rounds `a` once.
 #[derive(Debug)]
 pub struct Swiglu<'a, B: Backend> {
-    /// Shape `[r, 2f]`, gate half first.
+    /// The input `[g | u]` of shape `[r, 2f]`; the first f columns are the gate g.
     pub h: &'a Tensor<B>,
-    /// Gate weight of each row; 1 if absent (dense layers).
+    /// The gate weight of each row. `None`, as in dense layers, means that all gate weights are 1.
     pub weight: Option<&'a B::Buf<f32>>,
-    /// The groups of rows, if any; `a` is zero in padding rows.
+    /// The groups of rows, if any. In padding rows, `a` is zero.
     pub groups: Option<&'a Groups<B>>,
     /// The form of `a`: plain or block-scaled.
     pub a: Emit,
-    /// The codec for a copy of h with blocks along its rows, if this copy is requested.
+    /// The codec of the quantized copy of h for the backward pass, with blocks along rows; `None` if no copy is requested.
     pub save_h: Option<Codec>,
 }
 
@@ -59,7 +60,7 @@ fn check_emit<B: Backend>(
 }
 
 impl<B: Backend> Swiglu<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -84,28 +85,30 @@ impl<B: Backend> Swiglu<'_, B> {
     }
 }
 
-/// The backward pass of [`Swiglu`], with `a` recomputed from h on request. One kernel writes dh, `a` and the gate weight's gradient.
+/// The backward pass of [`Swiglu`]. On request, the op also recomputes `a` from h. One kernel writes dh, `a` and the gradient of the gate
+/// weights.
 ///
 /// With s = sigmoid(g): dw = Σ silu(g)·u·da; dg = da·w·u·(s·(1 + g·(1 − s))); du = da·w·silu(g).
 ///
-/// Products are evaluated from left to right; factors that depend only on g are rounded separately.
+/// Products are evaluated from left to right, except that a factor that depends only on g is computed and rounded first.
 ///
-/// dw is summed in F32 over parts of [`PART`](Self::PART) columns, so that a CTA with a tile of that many columns sums its own part. With p
-/// = silu(g)·u of the part's columns (zeros past the last column), neighbours form pairs fma(p₁, da₁, p₀·da₀), which are reduced by the
-/// tree of neighbours ((0+1)+(2+3))…. The parts are added to 0 in order.
+/// The columns of a row are divided into parts of [`PART`](Self::PART) columns. Each part of the sum dw is computed in F32 by itself, so
+/// that a CTA with a tile of that many columns can sum its own part. Let p = silu(g)·u for the columns of a part, and 0 past the last
+/// column. Each two neighbouring columns give the sum fma(p₁, da₁, p₀·da₀), and these sums are added pairwise as ((0+1)+(2+3))…. The total
+/// starts at 0 and adds the sums of the parts in order.
 #[derive(Debug)]
 pub struct SwigluBackward<'a, B: Backend> {
-    /// The saved h: plain, or MXFP4 with blocks along its rows.
+    /// The input h that the forward pass saved, either plain or in MXFP4 with blocks along its rows.
     pub h: &'a Operand<B>,
     /// Shape `[r, f]`.
     pub da: &'a Tensor<B>,
-    /// Gate weight of each row.
+    /// The gate weight of each row.
     pub weight: Option<&'a B::Buf<f32>>,
-    /// The groups of rows, if any; dh and `a` are zero in padding rows.
+    /// The groups of rows, if any. In padding rows, dh and `a` are zero.
     pub groups: Option<&'a Groups<B>>,
     /// The form of dh.
     pub dh: Emit,
-    /// The form of `a`, for the wgrad of the second GEMM; `None` if `a` is not needed.
+    /// The form of the recomputed `a`, from which the weight gradient of the down projection is computed; `None` if `a` is not needed.
     pub a: Option<Emit>,
 }
 
@@ -114,17 +117,17 @@ pub struct SwigluBackward<'a, B: Backend> {
 pub struct SwigluGrads<B: Backend> {
     /// Shape `[r, 2f]`.
     pub dh: Emitted<B>,
-    /// Shape `[r, f]`, if requested.
+    /// The recomputed `a` of shape `[r, f]`, if it was requested.
     pub a: Option<Emitted<B>>,
-    /// Gradient of each row's gate weight; 0 in padding rows. `r` values.
+    /// The gradient of the gate weight of each row, which is 0 in padding rows. `r` values.
     pub dweight: B::Buf<f32>,
 }
 
 impl<B: Backend> SwigluBackward<'_, B> {
-    /// Number of columns of a part in the sum of the gate weight's gradient.
+    /// The number of columns of a part when the gradient of a gate weight is summed.
     pub const PART: usize = 128;
 
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

@@ -2,52 +2,54 @@ use crate::error::expect_eq;
 use crate::ops::Control;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
-/// Computes the cross-entropy in nats of each token, its sum over each shard, and the gradient of scale · Σ loss with respect to the
-/// logits, where scale is [`Control::LOSS_SCALE`].
+/// Computes the cross-entropy of each token in nats, the sum over each shard, and the gradient of scale · Σ loss with respect to the
+/// logits. The factor scale is [`Control::LOSS_SCALE`].
 ///
 /// For a row z with target y: e_i = exp(z_i − max z), s = Σ e, loss = log s + (max z − z_y), dz_i = scale · (e_i / s − \[i = y\]). The
-/// maximum ignores a NaN, but the exponential of the NaN still makes the loss NaN.
+/// maximum ignores NaNs. A NaN among the logits still makes the loss NaN, because its exponential is NaN.
 ///
-/// s is a sum over 1024 lanes: element i goes to lane i mod 1024. Each lane sums in order from 0, and the lanes are reduced by the halving
-/// tree 512, 256, …, 1 (lane l with lane l + 512, and so on). Lanes past the vocabulary hold zeros. No e is −0, so a backend may skip lanes
-/// of zeros without changing a bit of the sum.
+/// The sum s is divided into 1024 partial sums (lanes): element i is added to lane i mod 1024. Each lane starts at 0 and adds its elements
+/// in order. A tree then reduces the lanes: it adds lane l + 512 to lane l, then lane l + 256 to lane l, and so on down to a distance of 1.
+/// If the vocabulary has fewer than 1024 entries, the remaining lanes are zeros. A backend may skip lanes of zeros without changing a bit
+/// of the sum, because no exponential is −0.
 ///
-/// A row with a negative target has loss 0 and gradient 0. A row whose target is at or past the end of the vocabulary also has loss 0 and
-/// gradient 0, and its target is counted as a bad id. A caller reads the count of bad ids when waiting for the device costs nothing.
+/// A row with a negative target has loss 0 and gradient 0. If the target of a row is at or past the end of the vocabulary, the row also has
+/// loss 0 and gradient 0, and the op counts the target as a bad id. A caller should read the number of bad ids at a time when waiting for
+/// the device costs nothing.
 #[derive(Debug)]
 pub struct CrossEntropy<'a, B: Backend> {
     /// Shape `[t, vocab]`, F32.
     pub logits: &'a Tensor<B>,
-    /// The target of each row.
+    /// The token id that is the target of each row.
     pub targets: &'a B::Buf<i32>,
-    /// The step's scalars; [`Control::LOSS_SCALE`] is the factor of the gradient.
+    /// The buffer of [`Control`]. The op multiplies the gradient by its element [`Control::LOSS_SCALE`].
     pub control: &'a B::Buf<f32>,
-    /// Number of shards; rows are divided evenly among them.
+    /// The number of shards, among which the rows are divided evenly.
     pub shards: usize,
-    /// Type of the gradient; `None` to compute only the losses.
+    /// The type of the gradient of the logits; `None` to compute only the losses.
     pub grad: Option<DType>,
 }
 
 /// The result of [`CrossEntropy`].
 #[derive(Debug, Clone)]
 pub struct CrossEntropyOut<B: Backend> {
-    /// Loss of each row in nats: `t` values.
+    /// The loss of each row in nats; `t` values.
     pub loss: B::Buf<f32>,
-    /// Loss of each shard in nats, summed in F64. A chunk of [`CrossEntropy::CHUNK`] tokens is summed over 16 lanes in token order, and the
-    /// lanes are reduced by the tree 8, 4, 2, 1. The sums of chunks are added by the tree over neighbours ((0+1)+(2+3))…, in which an odd
-    /// sum moves up unchanged. `shards` values.
+    /// The sum of the losses of each shard in nats, computed in F64. The sum of a chunk of [`CrossEntropy::CHUNK`] tokens is divided into
+    /// 16 lanes, which add their tokens in order. A tree then adds the lanes at the distances 8, 4, 2 and 1. The sums of the chunks are
+    /// added pairwise, as ((0+1)+(2+3))…; a sum without a neighbour moves up to the next level of this tree unchanged. `shards` values.
     pub shard_nats: B::Buf<f64>,
-    /// Number of targets at or past the end of the vocabulary: one value.
+    /// The number of targets at or past the end of the vocabulary, as a buffer of one value.
     pub bad_ids: B::Buf<u64>,
     /// Gradient of the logits `[t, vocab]`, if requested.
     pub dlogits: Option<Tensor<B>>,
 }
 
 impl<B: Backend> CrossEntropy<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Number of tokens of a chunk in a shard's sum; one CTA sums a chunk.
+    /// The number of tokens of a chunk when the losses of a shard are summed. One CTA sums one chunk.
     pub const CHUNK: usize = 4096;
 
     /// Checks shapes.
@@ -76,10 +78,10 @@ pub(in crate::ops) fn check_shards(op: &'static str, tokens: usize, shards: usiz
     Ok(())
 }
 
-/// Reads a count of bad ids from the device; waits for the operation that counts them.
+/// Reads the number of bad ids from the device, after waiting for the operation that counts bad ids.
 ///
 /// # Errors
-/// [`Error::Shape`] that names the operation and the argument, unless the count is zero.
+/// [`Error::Shape`] if there is a bad id. The error names the operation and its argument.
 pub fn verify_ids<B: Backend>(
     b: &B,
     op: &'static str,

@@ -1,9 +1,9 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Result, Tensor};
 
-/// Looks up rows of an embedding: `x[i] = table[ids[i]]`, rounded to `dtype`.
+/// Looks up rows of an embedding table: `x[i] = table[ids[i]]`, rounded to `dtype`.
 ///
-/// A bad id (negative or too large) gives a row of zeros, and the op counts bad ids. A caller reads this count with
+/// If an id is bad (negative or too large), its row is zeros, and the op counts the id. A caller should read the number of bad ids by
 /// [`crate::ops::verify_ids`], at a time when waiting for the device costs nothing.
 #[derive(Debug)]
 pub struct Embed<'a, B: Backend> {
@@ -20,12 +20,12 @@ pub struct Embed<'a, B: Backend> {
 pub struct EmbedOut<B: Backend> {
     /// Shape `[t, d]`.
     pub x: Tensor<B>,
-    /// Number of bad ids: one value.
+    /// The number of bad ids, as a buffer of one value.
     pub bad_ids: B::Buf<u64>,
 }
 
 impl<B: Backend> Embed<'_, B> {
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks types.
@@ -40,33 +40,35 @@ impl<B: Backend> Embed<'_, B> {
     }
 }
 
-/// Adds each row of dy to the embedding gradient of the row's shard, at the row's token id.
+/// Adds each row of dy to the gradient of the embedding table: to the row of its token id, in the table of its shard.
 ///
-/// For each shard and each id, the shard's tokens with this id form chunks of [`EmbedBackward::CHUNK`] tokens, in token order. The rows of
-/// dy of a chunk are summed in order from 0. The sums of chunks are added by the tree over neighbours ((0+1)+(2+3))…, in which an odd sum
-/// moves up unchanged. The total is added once to the id's row. The row of an id without a token does not change. Tokens with a bad id are
-/// skipped; [`Embed`] has already counted them.
+/// For each shard and each id, the op divides the tokens of the shard with this id into chunks of [`EmbedBackward::CHUNK`] tokens, in the
+/// order of the tokens. The sum of a chunk starts at 0 and adds the rows of dy in order. The sums of the chunks are added pairwise, as
+/// ((0+1)+(2+3))…; a sum without a neighbour moves up to the next level of this tree unchanged. The total of all chunks is added once to
+/// the row of the id. If no token has an id, the row of this id does not change. The op skips tokens with a bad id, which [`Embed`] has
+/// already counted.
 ///
-/// Chunks keep the sum of a frequent id from being one long chain of additions. A GPU may sort the tokens of a shard by id, stably. A chunk
-/// is then a run of sorted tokens with the same id. One pass sums every chunk, and a second pass adds the sums of chunks of the few ids
-/// that have several chunks.
+/// Because of the chunks, the sum for a frequent id is not one long chain of dependent additions. A GPU may stably sort the tokens of a
+/// shard by id. After this sort, a chunk consists of consecutive tokens with the same id. A first pass sums every chunk. A second pass adds
+/// the sums of the chunks for the few ids that have several chunks.
 #[derive(Debug)]
 pub struct EmbedBackward<'a, B: Backend> {
     /// Token id of each row.
     pub ids: &'a B::Buf<i32>,
     /// Shape `[t, d]`.
     pub dy: &'a Tensor<B>,
-    /// F32 of shape `[shards · vocab, d]`; rows of dy are divided evenly among the shards. The op adds to this tensor.
+    /// The gradient of each shard, F32 of shape `[shards · vocab, d]`. The rows of dy are divided evenly among the shards. The op adds the
+    /// gradient to this tensor.
     pub grad: &'a mut Tensor<B>,
     /// Number of shards.
     pub shards: usize,
 }
 
 impl<B: Backend> EmbedBackward<'_, B> {
-    /// Number of tokens of a chunk, which are summed one after the other.
+    /// The number of tokens of a chunk, whose rows are added one after the other.
     pub const CHUNK: usize = 64;
 
-    /// How closely backends' results must agree.
+    /// How closely the results of two backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

@@ -9,11 +9,12 @@ use std::ops::Range;
 
 const OP: &str = "head_loss";
 
-/// The output head fused with its loss: cross-entropy of the logits x·wᵀ, and the gradients of scale · Σ loss with respect to x and w,
-/// where scale is [`Control::LOSS_SCALE`]. The logits of all tokens never exist at once.
+/// The output head fused with the loss. The op computes the cross-entropy of the logits x·wᵀ, and the gradients of scale · Σ loss with
+/// respect to x and w. The factor scale is [`Control::LOSS_SCALE`]. The op never stores the logits of all tokens at the same time.
 ///
-/// The tokens of a shard are processed in chunks. Each chunk computes its logits (F32), losses, the gradient of the logits (dlogits,
-/// rounded to the type of x), dx and its share of dw before the next chunk begins. The result is the same as that of these ops:
+/// The op processes the tokens of a shard in chunks. For each chunk, the op computes the F32 logits, the losses, the gradient of the logits
+/// (dlogits, rounded to the type of x), dx, and the contribution to dw. Only then does it begin the next chunk. The result is the same as
+/// that of running the following ops:
 ///
 /// ```text
 /// logits  = Gemm { x, w }                      F32 [t, v]
@@ -22,45 +23,48 @@ const OP: &str = "head_loss";
 /// dw      = GroupedWgrad { dlogits, x }        [shards · v, d]; the groups are the shards
 /// ```
 ///
-/// On the CPU, where matrix products sum in ascending order, the result has the same bits for any chunk length. Each chunk continues the
-/// F32 sum of the weight's gradient from the previous chunk, and the sum is added to `dw` once, at the end of a shard. On tensor cores, a
-/// backend may add the gradient of each chunk to an F32 `dw` directly; a BF16 `dw` is still rounded once per shard.
+/// On the CPU, the result has the same bits for any chunk length, because matrix products sum in ascending order. The F32 sum of the weight
+/// gradient continues from chunk to chunk, and is added to `dw` once, at the end of a shard. A backend that uses tensor cores may add the
+/// weight gradient of each chunk to an F32 `dw` directly. A BF16 `dw` is still rounded only once per shard.
 ///
-/// Both operands of a product may be quantized, in any two formats. The caller quantizes the weight; this op quantizes x and dlogits by
-/// `codecs`, along rows for the logits and dx, along columns for dw. The result is as if [`crate::ops::Quantize`] had quantized all tokens
-/// at once: x as given, and dlogits after rounding to the type of x. A chunk that ends inside a shard ends with a whole block of columns.
-/// The op refuses formats with one scale per tensor or per whole column, because such a scale is not known before the last chunk.
+/// The two operands of each product may be quantized in any two formats. The caller quantizes the weight, and this op quantizes x and
+/// dlogits by `codecs`. Blocks run along rows for the products that compute logits and dx, and down columns for the product that computes
+/// dw. The result is the same as if [`crate::ops::Quantize`] had quantized x and dlogits for all tokens at once, after dlogits were rounded
+/// to the type of x. If a chunk ends inside a shard, its end is also the end of a column block. The op returns an error for formats with
+/// one scale per tensor or per whole column, because such a scale is not known before the last chunk.
 #[derive(Debug)]
 pub struct HeadLoss<'a, B: Backend> {
     /// Shape `[t, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// The head's weight `[v, d]`, plain with the type of x, or quantized in 2-D blocks (along rows if the format has no 2-D blocks).
+    /// The weight of the head, of shape `[v, d]`. The weight is either plain with the type of x, or quantized in 2-D blocks. If the format
+    /// has no 2-D blocks, blocks run along rows.
     pub w: &'a Operand<B>,
     /// The quantization of x and dlogits.
     pub codecs: HeadCodecs,
-    /// The target of each row; see [`crate::ops::CrossEntropy`] for rows without a target.
+    /// The token id that is the target of each row. [`crate::ops::CrossEntropy`] explains targets that are negative or too large.
     pub targets: &'a B::Buf<i32>,
-    /// Number of shards; rows are divided evenly among them.
+    /// The number of shards, among which the rows are divided evenly.
     pub shards: usize,
-    /// The largest number of tokens whose logits exist at a time (`nibble_choice::head_loss::chunk` chooses this number for a device). The
-    /// number is even, because the BF16 dot product takes the contraction in pairs; if columns are quantized, the number is a multiple of
-    /// their block length. Long shards are cut into chunks, and a chunk may hold several whole short shards, but never parts of two shards.
+    /// The largest number of tokens whose logits are in memory at the same time. `nibble_choice::head_loss::chunk` chooses this number for
+    /// a device. The number must be even, because the BF16 dot product processes the contraction in pairs. If columns are quantized, the
+    /// number must be a multiple of the length of a column block. A long shard is divided into several chunks. A chunk may contain several
+    /// whole short shards, but not parts of two shards.
     pub chunk: usize,
-    /// Arguments of the gradients; `None` to compute only the losses.
+    /// The arguments that are needed to compute gradients; `None` to compute only the losses.
     pub grad: Option<HeadLossGrad<'a, B>>,
 }
 
-/// The operands that [`HeadLoss`] quantizes itself, by their names in a recipe. An operand with `None` is multiplied unquantized. No
-/// operand is rounded stochastically.
+/// The codecs of the operands that [`HeadLoss`] quantizes itself. The fields have the names of these operands in a recipe. If a codec is
+/// `None`, the operand is not quantized. The codecs may not round stochastically.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct HeadCodecs {
-    /// The codec of x along rows, for the logits.
+    /// The codec of x with blocks along rows, for the product that computes the logits.
     pub fprop_x: Option<Codec>,
-    /// The codec of dlogits along rows, for dx.
+    /// The codec of dlogits with blocks along rows, for the product that computes dx.
     pub dgrad_dy: Option<Codec>,
-    /// The codec of dlogits along columns, for dw.
+    /// The codec of dlogits with blocks down columns, for the product that computes dw.
     pub wgrad_dy: Option<Codec>,
-    /// The codec of x along columns, for dw.
+    /// The codec of x with blocks down columns, for the product that computes dw.
     pub wgrad_x: Option<Codec>,
 }
 
@@ -70,7 +74,7 @@ impl HeadCodecs {
         *self == Self::default()
     }
 
-    /// Length of the longest column blocks, as stored or as multiplied; 1 if there are no column blocks.
+    /// The length of the longest column blocks, either as they are stored or as products multiply them; 1 if there are no column blocks.
     pub fn column_block(&self) -> usize {
         let [dy, x] = [self.wgrad_dy, self.wgrad_x];
         // The type of a plain operand does not matter, because a product with a plain operand lifts no operand.
@@ -84,7 +88,7 @@ impl HeadCodecs {
         step(self.wgrad_dy) == step(self.wgrad_x)
     }
 
-    /// Each codec with the name of its argument, and whether the codec is for columns.
+    /// For each operand, the name of its field, its codec, and whether its blocks run down columns.
     pub fn arguments(&self) -> [(&'static str, Option<Codec>, bool); 4] {
         [
             ("codecs.fprop_x", self.fprop_x, false),
@@ -117,58 +121,61 @@ impl HeadCodecs {
     }
 }
 
-/// Arguments of [`HeadLoss`] for the gradients.
+/// The arguments that [`HeadLoss`] needs to compute gradients.
 #[derive(Debug)]
 pub struct HeadLossGrad<'a, B: Backend> {
-    /// The head's weight transposed, `[d, v]`: plain with the type of x, or quantized like `w`.
+    /// The transposed weight of the head, of shape `[d, v]`, either plain with the type of x, or quantized like `w`.
     pub wt: &'a Operand<B>,
-    /// The step's scalars; [`Control::LOSS_SCALE`] is the factor of the gradient.
+    /// The buffer of [`Control`]. The op multiplies gradients by its element [`Control::LOSS_SCALE`].
     pub control: &'a B::Buf<f32>,
-    /// The weight's gradient by shard, F32 or BF16 `[shards · v, d]`.
+    /// The weight gradient of each shard, F32 or BF16 of shape `[shards · v, d]`.
     pub dw: &'a mut Tensor<B>,
-    /// Whether to add to `dw` instead of overwriting it. Each element is added in F32 and rounded to the type of `dw`.
+    /// Whether to add to `dw` instead of overwriting it. If it adds, the op adds each element in F32 and rounds the sum to the type of
+    /// `dw`.
     pub accumulate: bool,
 }
 
 /// The result of [`HeadLoss`].
 #[derive(Debug, Clone)]
 pub struct HeadLossOut<B: Backend> {
-    /// Loss of each shard in nats, summed as in [`crate::ops::CrossEntropyOut::shard_nats`]. `shards` values.
+    /// The sum of the losses of each shard in nats. The order of the sum is that of [`crate::ops::CrossEntropyOut::shard_nats`]. `shards`
+    /// values.
     pub shard_nats: B::Buf<f64>,
-    /// Number of targets at or past the end of the vocabulary: one value.
+    /// The number of targets at or past the end of the vocabulary, as a buffer of one value.
     pub bad_ids: B::Buf<u64>,
     /// Gradient of x, with the shape and type of x, if gradients were requested.
     pub dx: Option<Tensor<B>>,
-    /// Counts of the quantization of x, if x is quantized.
+    /// The counts of blocks in the quantization of x, if x is quantized.
     pub x_counts: Option<Counts<B>>,
-    /// Counts of the quantization of dlogits, if dlogits are quantized.
+    /// The counts of blocks in the quantization of dlogits, if dlogits are quantized.
     pub dlogits_counts: Option<Counts<B>>,
 }
 
-/// A chunk of [`HeadLoss`]: whole shards, or a part of one shard.
+/// The tokens that [`HeadLoss`] processes together (a chunk), which are several whole shards or a part of one shard.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeadLossChunk {
-    /// The shards of the chunk's tokens.
+    /// The shards to which the tokens of the chunk belong.
     pub shards: Range<usize>,
     /// The tokens of the chunk.
     pub tokens: Range<usize>,
-    /// Whether the chunk holds the shards' first tokens.
+    /// Whether the chunk contains the first tokens of its shards.
     pub is_first: bool,
-    /// Whether the chunk holds the shards' last tokens.
+    /// Whether the chunk contains the last tokens of its shards.
     pub is_last: bool,
 }
 
 impl HeadLossChunk {
-    /// Number of tokens that each of the chunk's shards has in the chunk.
+    /// The number of tokens of each shard in the chunk.
     pub fn tokens_each(&self) -> usize {
         self.tokens.len() / self.shards.len().max(1)
     }
 }
 
 impl<B: Backend> HeadLoss<'_, B> {
-    /// How closely backends must agree, by the type of x. For F32, the bound is the 1e-6 of matrix products, enlarged by the exponential.
-    /// For BF16, gradients of logits from tensor cores differ by 3e-5 and more before they are rounded to 8 bits, so one gradient in a
-    /// hundred is rounded differently.
+    /// How closely the results of two backends must agree without quantization, by the type of x. For F32, the bound is larger than the
+    /// bound 1e-6 of matrix products, because the exponential enlarges errors of the logits. For BF16, the logit gradients that follow from
+    /// tensor-core products differ by 3e-5 or more before they are rounded to BF16 (8 significant bits), so about one gradient in a hundred
+    /// is rounded to a different number.
     pub fn agreement(x: DType) -> Agreement {
         match x {
             DType::F32 => Agreement::RelL2(1e-5),
@@ -176,24 +183,26 @@ impl<B: Backend> HeadLoss<'_, B> {
         }
     }
 
-    /// How closely backends must agree under any quantization, whatever the values. E4M3 logits differ by 7e-4 of their range
-    /// ([`crate::ops::FP8_AGREEMENT`]), and their gradients differ by several times as much. Neighbouring codes of these gradients are 6 to
-    /// 12 % apart, so a few codes in a hundred differ. These differences are as large as one rounding to E4M3, so a backend that leaves out
-    /// a quantization can pass this bound. [`HeadLoss::gradient_agreement`] is a stricter bound.
+    /// How closely the results of two backends must agree with any quantization and any values. Between two backends, logits from E4M3
+    /// operands differ by 7e-4 of their range ([`crate::ops::FP8_AGREEMENT`]), and the gradients of these logits differ by several times as
+    /// much. After quantization, a few codes in a hundred of these gradients differ, because neighbouring E4M3 numbers are 6 to 12 % apart.
+    /// These differences are as large as the error of one rounding to E4M3, so this bound does not detect a backend that leaves out a
+    /// quantization. The bound [`HeadLoss::gradient_agreement`] is stricter.
     pub const QUANTIZED_AGREEMENT: Agreement = Agreement::RelL2(3e-2);
 
-    /// From this vocabulary size on, a backend may sum each row of a BF16 head's cross-entropy in its own order.
+    /// If the vocabulary has at least this size, a backend may sum the exponentials of each row of a BF16 head in its own order.
     pub const OWN_ORDER_FROM: usize = 4096;
 
-    /// How closely backends must agree in dx and dw if the sums of the logits are exact and the vocabulary is below
-    /// [`HeadLoss::OWN_ORDER_FROM`]. In this case, logits, losses, dlogits, their codes and the counts have the same bits on all backends,
-    /// like the results of [`crate::ops::Gemm`], [`crate::ops::CrossEntropy`] and [`crate::ops::Quantize`]. Only the products for dx and dw
-    /// may sum in another order, so dx and dw must agree as closely as any product of these operands.
+    /// How closely two backends must agree in dx and dw if the sums that compute the logits are exact and the vocabulary is smaller than
+    /// [`HeadLoss::OWN_ORDER_FROM`]. In this case, the logits, the losses, dlogits, their codes and the counts have the same bits on all
+    /// backends, and the same bits as if [`crate::ops::Gemm`], [`crate::ops::CrossEntropy`] and [`crate::ops::Quantize`] had computed them.
+    /// Only the products that compute dx and dw may sum in a different order on each backend. So dx and dw must agree as closely as any
+    /// product of operands in these formats.
     pub fn gradient_agreement(dlogits: Stored, beside: Stored) -> Agreement {
         Numbers::of(dlogits, beside).agreement()
     }
 
-    /// Number of tokens of the longest chunk, which holds whole shards or a part of one shard. Call `check` first.
+    /// The number of tokens of the longest chunk, which contains whole shards or a part of one shard. Call `check` first.
     pub fn longest_chunk(&self) -> usize {
         let each = self.x.rows / self.shards.max(1);
         match self.chunk.checked_div(each) {
@@ -247,7 +256,7 @@ impl<B: Backend> HeadLoss<'_, B> {
         Ok(HeadLossOut { shard_nats, bad_ids, dx, x_counts, dlogits_counts })
     }
 
-    /// The chunks, in the order of the tokens; one empty chunk if there are no tokens.
+    /// The chunks, in the order of their tokens. If there are no tokens, there is one empty chunk.
     pub fn chunks(&self) -> Vec<HeadLossChunk> {
         let (shards, most) = (self.shards, self.chunk.max(1));
         let each = self.x.rows / shards.max(1);

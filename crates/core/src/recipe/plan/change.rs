@@ -5,7 +5,7 @@ use crate::recipe::Precision;
 use nibble_formats::{BlockAxis, Format};
 use std::fmt;
 
-/// A pass of a layer.
+/// The forward or backward pass of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pass {
     /// The forward pass.
@@ -20,7 +20,7 @@ impl fmt::Display for Pass {
     }
 }
 
-/// A format, and the axes of its blocks.
+/// A representation of a tensor: its format, and the axes along which its blocks run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Form {
     /// The format of the elements.
@@ -32,13 +32,13 @@ pub struct Form {
 }
 
 impl Form {
-    /// The form with plain elements, or with blocks along an axis (2-D blocks run along both axes).
+    /// The form of a tensor in `format`, with plain elements or with blocks along `axis`. 2-D blocks count as blocks along both axes.
     pub fn new(format: Format, axis: BlockAxis) -> Self {
         let is_block = format.is_block();
         Self { format, rows: is_block && axis != BlockAxis::Col, cols: is_block && axis != BlockAxis::Row }
     }
 
-    /// The form with both row blocks and column blocks, written from one read of the tensor.
+    /// The form of a tensor that has both row blocks and column blocks, which one kernel writes in one read of the source.
     pub fn both(format: Format) -> Self {
         Self::new(format, BlockAxis::Tile)
     }
@@ -67,7 +67,7 @@ impl fmt::Display for Form {
     }
 }
 
-/// A change of representation, or a move of rows between tokens and experts.
+/// A change of the representation of a tensor, or a copy of rows between token order and expert order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
     /// The pass of the layer.
@@ -83,9 +83,10 @@ pub struct Change {
 }
 
 impl Change {
-    /// The number of casts. A cast is a quantization of a plain tensor by a separate kernel, along rows or along columns, or a
-    /// dequantization. Row blocks and column blocks from one read count as two casts. A flow without such casts quantizes only along rows,
-    /// and transcodes row blocks to column blocks. A kernel that quantizes its own result makes no cast.
+    /// The number of casts in this change. A cast is a dequantization, or a quantization of a plain tensor along one axis by a separate
+    /// kernel. If one kernel writes both row blocks and column blocks, they count as two casts. A sequence of conversions without casts
+    /// quantizes only in the kernels that compute tensors, and converts row blocks directly to column blocks. If a kernel quantizes its own
+    /// result, there is no cast.
     pub fn casts(&self) -> usize {
         match self.op {
             "quantize" => usize::from(self.to.rows) + usize::from(self.to.cols),
@@ -94,12 +95,13 @@ impl Change {
         }
     }
 
-    /// Whether this change only moves rows.
+    /// Whether this change only copies rows and leaves their representation as it is.
     pub fn is_move(&self) -> bool {
         matches!(self.op, "dispatch+permute" | "unpermute+combine")
     }
 
-    /// The first difference between observed and planned changes of a layer, as a sentence; `None` if the changes are the same.
+    /// Compares the changes that a layer made with those that its plan lists, and returns the first difference as a sentence; `None` if
+    /// there is no difference.
     pub fn difference(seen: &[Self], planned: &[Self]) -> Option<String> {
         let at = (0..seen.len().max(planned.len())).find(|at| seen.get(*at) != planned.get(*at))?;
         let told = |changes: &[Self]| match changes.get(at) {

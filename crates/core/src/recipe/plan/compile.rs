@@ -21,7 +21,7 @@ pub enum Passes {
 }
 
 impl Passes {
-    /// Training that saves only the tensors that the section names.
+    /// A forward and a backward pass for training, which save only the tensors that the section of the recipe names.
     pub const TRAINING: Self = Self::Both { keep_a: false };
 }
 
@@ -35,7 +35,7 @@ pub(super) struct Compiler<'a> {
 }
 
 impl Compiler<'_> {
-    /// The reader that is the GEMM `product` of weight number `weight`.
+    /// The matrix product `product` of weight number `weight`, as the reader of a tensor.
     pub fn reader(&self, weight: usize, product: Product) -> Reader {
         Reader::Product(self.products[Product::ALL.len() * weight + product as usize])
     }
@@ -52,7 +52,8 @@ impl Compiler<'_> {
         (&self.section.at(site)).into()
     }
 
-    /// The conversion of a layer's input for fprop of the first weight and, if there is a backward pass, to the saved form.
+    /// The conversion of a layer's input to the form that fprop of the first weight multiplies and, if there is a backward pass, to the
+    /// form that is saved for it.
     pub fn x(&self, from: Form, size: TensorSize) -> Conversion {
         let fprop = self.reader(0, Product::Fprop);
         let (to, readers) = match self.passes {
@@ -62,7 +63,7 @@ impl Compiler<'_> {
         Conversion { tensor: LayerTensor::forward("x", size), from, to, readers }
     }
 
-    /// The tensors that a forward pass saves.
+    /// The tensors that a forward pass saves for the backward pass.
     pub fn kept(&self) -> Vec<Kept> {
         let Passes::Both { keep_a } = self.passes else { return Vec::new() };
         let is_expert = self.layer.kind == LayerKind::Expert;
@@ -81,7 +82,7 @@ impl Compiler<'_> {
         }
     }
 
-    /// The form in which SwiGLU's kernel writes SwiGLU's input h for the backward pass; `None` if h is saved as it is.
+    /// The precision in which the kernel of SwiGLU writes a copy of its input h for the backward pass; `None` if h is saved without a copy.
     pub fn kept_h(&self) -> Option<Precision> {
         Some(self.section.at(Site::SavedH)).filter(|h| self.passes != Passes::Forward && h.format.is_block())
     }

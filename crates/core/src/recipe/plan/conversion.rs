@@ -7,7 +7,7 @@ use crate::ops::Numbers;
 use crate::recipe::Precision;
 use nibble_formats::BlockAxis;
 
-/// The reader of a representation of a tensor.
+/// The operation that reads a representation of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reader {
     /// A product reads the representation.
@@ -31,22 +31,23 @@ impl Reader {
     }
 }
 
-/// The conversion of a layer's tensor for its readers. `To` is a [`Pair`] for an existing tensor, or the output of the kernel that computes
-/// the tensor ([`Computed`](super::Computed)).
+/// The conversion of a tensor of a layer to the one or two representations that later operations (readers) need. For an existing tensor,
+/// `To` is a [`Pair`]. For a tensor that a kernel computes and converts at the same time, `To` is [`Computed`](super::Computed).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Conversion<To = Pair> {
     /// The tensor.
     pub tensor: LayerTensor,
-    /// The existing representation; for a computed tensor, the representation of the kernel's input.
+    /// The representation before the conversion. For a tensor that a kernel computes, it is the representation of the input of this kernel.
     pub from: Form,
     /// The target representations.
     pub to: To,
-    /// The readers of the first and of the second representation; they are equal if there is only one representation.
+    /// The operation that reads the first representation, and the operation that reads the second. The two are equal if there is only one
+    /// representation.
     pub readers: [Reader; 2],
 }
 
 impl<To> Conversion<To> {
-    /// For each representation, the numbers that its product multiplies, if only a product reads it.
+    /// For each representation, the type of the numbers that its reader multiplies; `None` if the reader is not a matrix product.
     pub fn numbers(&self) -> [Option<Numbers>; 2] {
         self.readers.map(|reader| reader.numbers())
     }
@@ -63,13 +64,13 @@ impl Conversion {
         Self { tensor, from, to: Pair::One(route), readers: [reader; 2] }
     }
 
-    /// The conversion to the first representation only, for unknown readers.
+    /// The conversion to the first representation only, without known readers.
     pub fn first(&self) -> Self {
         Self { to: Pair::One(self.to.first()), readers: [Reader::Several; 2], ..*self }
     }
 
-    /// The conversion of the second representation to the first, for unknown readers. `None` if the second representation does not
-    /// determine the bits of the first: both were then quantized from the tensor as it was.
+    /// The conversion from the second representation to the first, without known readers. Returns `None` if the bits of the first
+    /// representation do not follow from the second, because both were quantized from the original tensor.
     pub fn first_of_second(&self) -> Option<Self> {
         let route = match self.to {
             Pair::One(_) => Route::Same,
@@ -91,7 +92,7 @@ impl Conversion {
     }
 }
 
-/// The rows of a tensor of a layer.
+/// What the rows of a tensor in a layer are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rows {
     /// One row per token.
@@ -100,7 +101,7 @@ pub enum Rows {
     Routed,
 }
 
-/// The columns of a tensor of a layer.
+/// What the columns of a tensor in a layer are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cols {
     /// The input columns of the first weight.
@@ -129,7 +130,7 @@ impl TensorSize {
 /// A tensor of a layer in one of its passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerTensor {
-    /// The tensor's name: `x`, `dy`, …
+    /// The name of the tensor, such as `x` or `dy`.
     pub name: &'static str,
     /// The pass in which the tensor occurs.
     pub pass: Pass,
@@ -147,12 +148,12 @@ impl LayerTensor {
     }
 }
 
-/// A tensor that a forward pass saves.
+/// A tensor that a forward pass saves for the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Kept {
     /// The tensor's name: `x`, `h` or `a`.
     pub tensor: &'static str,
-    /// The form in which the tensor is saved.
+    /// The precision in which the tensor is saved.
     pub precision: Precision,
     /// The tensor's size.
     pub size: TensorSize,

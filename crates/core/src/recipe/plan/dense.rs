@@ -11,34 +11,36 @@ use crate::recipe::{Precision, Product, Site};
 /// The conversions of a dense linear layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LinearPlan {
-    /// The conversion of the layer's input for fprop and, if there is a backward pass, to the saved form.
+    /// The conversion of the layer's input to the form that fprop multiplies and, if there is a backward pass, to the form that is saved
+    /// for it.
     pub x: Conversion,
     /// The precisions of the input: for fprop, as saved, and for wgrad. Projections of one input share its conversion if these precisions
     /// are equal.
     input: [Precision; 3],
-    /// If SwiGLU follows the layer, the form in which SwiGLU's kernel writes SwiGLU's input for the backward pass; `None` if that input is
-    /// saved as it is.
+    /// If SwiGLU follows the layer: the precision in which the kernel of SwiGLU writes a copy of its input for the backward pass; `None` if
+    /// the input is saved without a copy.
     pub h: Option<Precision>,
-    /// The conversion of the saved input for wgrad.
+    /// The conversion of the saved input to the form that wgrad multiplies.
     pub wgrad_x: Conversion,
-    /// The conversion of the output's gradient for dgrad and for wgrad.
+    /// The conversion of the gradient of the output to the forms that dgrad and wgrad multiply.
     pub dy: Conversion,
 }
 
-/// The input of one of several projections that share this input.
+/// The conversion of an input that several projections share, for one of these projections.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SharedInput {
     /// The conversion of the input.
     pub conversion: Conversion,
-    /// The index of an earlier projection with the same conversion. The shared conversion runs once.
+    /// The index of an earlier projection that converts the input in the same way. If there is such a projection, the conversion runs only
+    /// once for both.
     pub like: Option<usize>,
-    /// Whether all projections have the same conversion.
+    /// Whether all projections convert the input in the same way.
     pub of_all: bool,
 }
 
 impl SharedInput {
-    /// The inputs of projections that share one tensor. The forward pass converts the input for fprop and to the saved form; the backward
-    /// pass converts it for wgrad.
+    /// The conversion of the shared input for each of these projections in one pass. The forward pass converts the input to the form that
+    /// fprop multiplies and to the saved form. The backward pass converts the saved input to the form that wgrad multiplies.
     pub fn of(plans: &[&LinearPlan], pass: Pass) -> Vec<Self> {
         let is_forward = pass == Pass::Forward;
         let agreed = if is_forward { 2 } else { 3 };
@@ -61,29 +63,30 @@ impl SharedInput {
     }
 }
 
-/// The conversions of the output head, which its fused kernel runs chunk by chunk.
+/// The conversions of the output head. The fused kernel of head and loss runs them chunk by chunk.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeadPlan {
-    /// The conversion of the head's input for fprop and for wgrad, because the head computes gradients in the forward pass.
+    /// The conversion of the head's input to the forms that fprop and wgrad multiply. Both forms are needed in the forward pass, because
+    /// the head computes gradients there.
     pub x: Conversion,
-    /// The conversion of the gradient of the logits for dgrad and for wgrad.
+    /// The conversion of the gradient of the logits to the forms that dgrad and wgrad multiply.
     pub dlogits: Conversion,
 }
 
 impl HeadPlan {
-    /// The operands that the head's kernel quantizes if only the losses are needed. The kernel multiplies all other operands unquantized.
+    /// The codecs of the operands that the kernel of the head quantizes if only losses are needed. All other operands are not quantized.
     ///
     /// # Errors
-    /// Errors are those of [`Precision::codec`].
+    /// The same errors as [`Precision::codec`].
     pub fn losses(&self) -> Result<HeadCodecs> {
         let [fprop_x, _] = self.x.first().to.codecs()?;
         Ok(HeadCodecs { fprop_x, ..HeadCodecs::default() })
     }
 
-    /// The operands that the head's kernel quantizes if gradients are needed, too.
+    /// The codecs of the operands that the kernel of the head quantizes if losses and gradients are needed.
     ///
     /// # Errors
-    /// Errors are those of [`Precision::codec`].
+    /// The same errors as [`Precision::codec`].
     pub fn losses_and_gradients(&self) -> Result<HeadCodecs> {
         let [fprop_x, wgrad_x] = self.x.to.codecs()?;
         let [dgrad_dy, wgrad_dy] = self.dlogits.to.codecs()?;

@@ -7,7 +7,7 @@ use super::route::{Computed, Route};
 use super::steps::Steps;
 use crate::recipe::{Precision, Product, Site};
 
-/// The source of the second product's input for the second product's wgrad.
+/// Where wgrad of the down projection gets its operand `a`, the input of the down projection.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum WgradA {
     /// The forward pass saves the input.
@@ -25,29 +25,30 @@ pub enum WgradA {
 /// The conversions of an expert layer, in the order in which the layer runs them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExpertPlan {
-    /// The precision in which tokens are sent.
+    /// The precision in which the dispatch sends tokens to experts.
     pub x_sent: Precision,
-    /// The conversion of received tokens for fprop, and to the saved form.
+    /// The conversion of received tokens to the form that fprop multiplies, and to the form that is saved.
     pub x: Conversion,
-    /// The conversion of the second product's input for fprop, and to the saved form.
+    /// The conversion of `a`, the input of the down projection, to the form that fprop multiplies, and to the form that is saved.
     pub a: Conversion<Computed>,
-    /// Whether the forward pass saves `a`.
+    /// Whether the forward pass saves `a`, the input of the down projection.
     pub keeps_a: bool,
-    /// The form in which SwiGLU's kernel writes SwiGLU's input for the backward pass; `None` if that input is saved as it is.
+    /// The precision in which the kernel of SwiGLU writes a copy of its input h for the backward pass; `None` if h is saved without a copy.
     pub h: Option<Precision>,
-    /// The precision in which the experts' outputs are sent back. Quantized rows are dequantized before the sum.
+    /// The precision in which the combine sends the outputs of experts back. If the outputs are quantized, they are dequantized before the
+    /// outputs of a token are summed.
     pub y_sent: Precision,
-    /// The precision in which gradients are sent.
+    /// The precision in which the gradients of expert outputs are sent to the experts.
     pub dy_sent: Precision,
-    /// The conversion of received gradients for dgrad and for wgrad.
+    /// The conversion of received gradients to the forms that dgrad and wgrad multiply.
     pub dy: Conversion,
-    /// The conversion of the gradient of h for dgrad and for wgrad.
+    /// The conversion of the gradient of h to the forms that dgrad and wgrad multiply.
     pub dh: Conversion<Computed>,
-    /// The source of the second product's input for wgrad.
+    /// Where wgrad of the down projection gets its operand `a`.
     pub wgrad_a: WgradA,
-    /// The precision in which the gradients of the experts' inputs are sent back.
+    /// The precision in which the gradients of expert inputs are sent back.
     pub dx_sent: Precision,
-    /// The conversion of the saved tokens for wgrad.
+    /// The conversion of the saved tokens to the form that wgrad multiplies.
     pub wgrad_x: Conversion,
 }
 

@@ -45,17 +45,17 @@ use crate::{DType, Error, Result};
 use compile::Compiler;
 use steps::Steps;
 
-/// The copies of a weight that products read, which are made once per step.
+/// The converted copies of a weight that products read. The copies are computed once per step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct WeightPlan {
-    /// The precision of the copy for fprop.
+    /// The precision of the copy that fprop reads.
     pub w: Precision,
-    /// The precision of the copy for dgrad.
+    /// The precision of the copy that dgrad reads.
     pub wt: Precision,
-    /// The type of dgrad's copy, if this copy is decoded from fprop's copy. Such a copy is decoded on demand in each micro-batch, and not
-    /// stored next to the codes.
+    /// The type of the copy that dgrad reads, if it is decoded from the copy that fprop reads. Such a copy is decoded in each micro-batch
+    /// when it is needed, and is not stored in addition to the codes.
     pub decoded: Option<DType>,
-    /// Whether dgrad's copy is the transpose of fprop's copy, from one quantization.
+    /// Whether the copy that dgrad reads is the transpose of the copy that fprop reads, both from one quantization.
     pub is_one: bool,
 }
 
@@ -79,27 +79,27 @@ pub enum Conversions {
     Router,
 }
 
-/// The plan of a layer.
+/// The plan of a layer: the formats of its weights and tensors, the conversions between them, and the matrix products.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerPlan {
     /// The layer.
     pub layer: Layer,
     /// The copies of the layer's weights.
     pub weights: WeightPlan,
-    /// The products fprop, dgrad and wgrad of each weight, weight by weight.
+    /// The matrix products fprop, dgrad and wgrad of each weight, weight by weight.
     pub products: Vec<ProductPlan>,
     /// The conversions of the layer's tensors.
     pub conversions: Conversions,
-    /// The tensors of a section that a forward pass saves.
+    /// The tensors that a forward pass saves for the backward pass.
     pub kept: Vec<Kept>,
-    /// Alignment of each group's first row: 128 if any tensor has blocks, else 1.
+    /// The number of which the first row of each group is a multiple: 128 if any tensor has blocks, otherwise 1.
     pub row_alignment: usize,
-    /// The type of activations between products.
+    /// The type of activations outside of matrix products.
     pub activations: DType,
 }
 
 impl LayerPlan {
-    /// The plan of a layer with this section.
+    /// The plan of `layer` if `section` is the section of the recipe that applies to it.
     pub fn new(section: &Section, layer: &Layer, activations: DType, passes: Passes) -> Self {
         let weights = if layer.kind == LayerKind::Expert { 2 } else { 1 };
         let of_weight = |weight| {
@@ -139,7 +139,7 @@ impl LayerPlan {
     /// The plan of an expert layer.
     ///
     /// # Errors
-    /// Errors are those of [`LayerPlan::linear`].
+    /// The same errors as [`LayerPlan::linear`].
     pub fn experts(&self) -> Result<&ExpertPlan> {
         match &self.conversions {
             Conversions::Experts(plan) => Ok(plan),
@@ -150,7 +150,7 @@ impl LayerPlan {
     /// The plan of the output head.
     ///
     /// # Errors
-    /// Errors are those of [`LayerPlan::linear`].
+    /// The same errors as [`LayerPlan::linear`].
     pub fn head(&self) -> Result<&HeadPlan> {
         match &self.conversions {
             Conversions::Head(plan) => Ok(plan),
@@ -158,8 +158,8 @@ impl LayerPlan {
         }
     }
 
-    /// Every change of representation of activations and gradients, in the order in which the layer makes them on one rank, if no saved
-    /// tensor is recomputed. Copies of weights are left out, because they are made once per step.
+    /// Every change of the representation of an activation or gradient, in the order in which the layer makes these changes on one rank,
+    /// without recomputation of saved tensors. The list does not include copies of weights, because they are computed once per step.
     pub fn steps(&self) -> Vec<Step> {
         let mut steps = Steps::new(self.activations);
         match &self.conversions {
@@ -174,12 +174,12 @@ impl LayerPlan {
         steps.made()
     }
 
-    /// The changes of [`LayerPlan::steps`], as a backend observes them.
+    /// The changes of [`LayerPlan::steps`] in the form in which a backend observes changes.
     pub fn changes(&self) -> Vec<Change> {
         self.steps().into_iter().map(|step| step.change).collect()
     }
 
-    /// The conversions that the layer's fused kernels leave to separate operations, with the reasons.
+    /// The conversions that fused kernels of the layer cannot make and that separate operations make instead, each with the reason.
     pub fn unfused(&self) -> Vec<String> {
         match &self.conversions {
             Conversions::Experts(plan) => plan.unfused(),

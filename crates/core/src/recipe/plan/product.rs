@@ -10,13 +10,13 @@ use nibble_formats::BlockAxis;
 pub struct ProductPlan {
     /// The kind of product: fprop, dgrad or wgrad.
     pub product: Product,
-    /// Index of the weight; an expert has two weights.
+    /// The index of the weight in the layer. An expert has two weights, other layers have one.
     pub weight: usize,
-    /// The sites of the operands.
+    /// The sites of the two operands, which are places in the recipe where their precisions are chosen.
     pub sites: [Site; 2],
-    /// The storage of the operands.
+    /// The format, scale rule and block axis of the two operands.
     pub operands: [Stored; 2],
-    /// The transform of both operands, along the contraction.
+    /// The random Hadamard transform of both operands along the contraction, if there is one.
     pub transform: Option<Transform>,
 }
 
@@ -46,7 +46,7 @@ impl ProductPlan {
         Self { product, weight, sites, operands, transform: section.transform(product) }
     }
 
-    /// The numbers that the product multiplies.
+    /// The type of the numbers that the product multiplies.
     pub fn numbers(&self) -> Numbers {
         let [a, b] = self.operands;
         Numbers::of(a, b)

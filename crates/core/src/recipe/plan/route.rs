@@ -12,7 +12,7 @@ use crate::recipe::{By, LayerKind, Precision, Section, Site};
 use crate::{DType, Result};
 use nibble_formats::{BlockAxis, Codec, LIFTED_BLOCK};
 
-/// The route of a tensor from one representation to another.
+/// The way in which a tensor is converted from one representation to another.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Route {
     /// The tensor already has the representation, and keeps its buffers.
@@ -34,7 +34,7 @@ pub enum Route {
 }
 
 impl Route {
-    /// The route from a plain tensor.
+    /// The way in which a plain tensor is converted to the precision `to`.
     pub fn of_plain(to: &Precision) -> Self {
         to.dtype().map_or(Self::Quantize(*to), Self::Plain)
     }
@@ -51,7 +51,7 @@ impl Route {
         }
     }
 
-    /// The route's target precision; `None` if the tensor stays as it is.
+    /// The precision after the conversion; `None` if the tensor is not converted.
     pub fn to(&self) -> Option<Precision> {
         match self {
             Self::Same => None,
@@ -60,7 +60,7 @@ impl Route {
         }
     }
 
-    /// Whether the target has one tensor scale for all rows.
+    /// Whether the result has one tensor scale for all rows.
     pub fn has_tensor_scale(&self) -> bool {
         self.to().is_some_and(|to| to.format.is_block() && to.format.scale_kind(to.scale).has_tensor_scale())
     }
@@ -74,7 +74,7 @@ impl Route {
     }
 }
 
-/// The routes of one tensor to two representations: one for fprop or dgrad, and a second representation.
+/// The ways in which one tensor is converted to two representations: one that fprop or dgrad multiplies, and a second one.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Pair {
     /// One converted tensor serves as both representations.
@@ -124,7 +124,7 @@ impl Pair {
     }
 }
 
-/// The output of a fused kernel, and its routes to one or two representations.
+/// The output of a fused kernel, and the ways in which it is converted to one or two representations.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Computed {
     /// The kernel writes the representation directly.

@@ -7,12 +7,12 @@ use crate::DType;
 use crate::ops::Planes;
 use crate::recipe::Precision;
 
-/// A change of representation that a layer makes.
+/// A change of the representation of a tensor that a layer makes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Step {
     /// The change of representation.
     pub change: Change,
-    /// The target precision, if the change quantizes a plain tensor.
+    /// The precision after the change, if the change quantizes a plain tensor; otherwise `None`.
     pub quantized: Option<Precision>,
     /// The size of the tensor.
     pub size: TensorSize,
@@ -29,7 +29,7 @@ impl Conversion {
 
 /// The changes of representation of a layer, collected in order.
 pub(super) struct Steps {
-    /// The form of activations between products.
+    /// The form of activations outside of matrix products.
     pub plain: Form,
     made: Vec<Step>,
 }
@@ -55,7 +55,7 @@ impl Steps {
         self.made.push(Step { change: Change { pass, op, tensor: name, from, to }, quantized: None, size });
     }
 
-    /// Records that the last change quantizes a plain tensor to this precision.
+    /// Notes that the change that was added last quantizes a plain tensor to the precision `to`.
     pub fn quantized(&mut self, to: &Precision) {
         if let Some(last) = self.made.last_mut() {
             last.quantized = Some(*to);
@@ -108,7 +108,7 @@ impl Steps {
         }
     }
 
-    /// Adds the output of a fused kernel. A plain output of a plain input is not a change.
+    /// Adds the output of a fused kernel. If both the input and the output of the kernel are plain, there is no change to add.
     pub fn written(&mut self, [op, quantizing]: [&'static str; 2], of: &Conversion<Computed>) {
         let (to, precision) = match &of.to {
             Computed::Fused { to, planes: Planes::Both } if to.format.is_block() => {

@@ -64,8 +64,8 @@ pub struct KernelSpec {
 }
 
 impl KernelSpec {
-    /// `nib::kernel<256, 4>`: the arguments in the order of the source's template. Unknown arguments and missing
-    /// parameters are errors.
+    /// The name of the instance in C++, for example `nib::kernel<256, 4>`, with the arguments in the order of the template parameters in
+    /// the source. Returns an error if an argument is unknown, or if a template parameter has no argument.
     pub fn expression(&self, sources: &Sources) -> Result<String> {
         let wrong = |log: String| Error::Jit { kernel: self.to_string(), log };
         let parameters = template_parameters(sources.text(self.source)?, self.name)
@@ -108,8 +108,7 @@ pub struct Nvrtc {
 }
 
 impl Nvrtc {
-    /// Loads NVRTC, from the path `NIBBLE_NVRTC` if that is set. A missing library is an error, never a
-    /// panic.
+    /// Loads NVRTC, from the path `NIBBLE_NVRTC` if that is set. Returns an error (and does not panic) if the library is missing.
     pub fn load() -> Result<Self> {
         Self::found().map_err(|why| Error::Device { call: "loading NVRTC".into(), why })
     }
@@ -138,7 +137,7 @@ impl Nvrtc {
         Ok(Self { version: (major as u32, minor as u32) })
     }
 
-    /// Compiles one instance; also returns ptxas's log, including all warnings.
+    /// Compiles one instance. The method also returns the log of ptxas, including all warnings.
     pub fn compile(&self, spec: &KernelSpec, sources: &Sources) -> Result<(Cubin, String)> {
         let expression = spec.expression(sources)?;
         let reached = sources.reached(spec.source)?;
@@ -274,7 +273,7 @@ unsafe fn read(
 /// wait instead of compiling the same instance.
 type Slot = Arc<Mutex<Option<Arc<Cubin>>>>;
 
-/// Provides compiled instances: from memory, from disk, or freshly compiled.
+/// Provides compiled kernels from a cache in memory, from a cache on disk, or by compiling them.
 #[derive(Debug)]
 pub struct Jit {
     nvrtc: Nvrtc,
@@ -289,7 +288,7 @@ impl Jit {
         Ok(Self::new(Nvrtc::load()?, Sources::from_env()?, crate::env::cubin_cache()))
     }
 
-    /// Uses the given sources, compiler and cache; `None` keeps instances in memory only.
+    /// Uses the given sources, compiler and cache directory. If the cache is `None`, compiled kernels are kept in memory only.
     pub fn new(nvrtc: Nvrtc, sources: Sources, cache: Option<PathBuf>) -> Self {
         Self { nvrtc, sources, disk: cache.map(CubinCache::new), slots: Mutex::default() }
     }
@@ -302,12 +301,12 @@ impl Jit {
         })
     }
 
-    /// The content address of the instance.
+    /// The key of the instance in the cache.
     pub fn key(&self, spec: &KernelSpec) -> Result<Key> {
         digest(&self.sources, spec.source, &spec.expression(&self.sources)?, self.nvrtc.version)
     }
 
-    /// The compiled instance: from memory if possible, otherwise from disk, otherwise compiled now.
+    /// The compiled instance. The method takes it from memory if possible, otherwise from disk, and otherwise compiles it.
     pub fn cubin(&self, spec: &KernelSpec) -> Result<Arc<Cubin>> {
         let key = self.key(spec)?;
         let slot = self.slot(key);
