@@ -13,10 +13,10 @@ use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::files::{append, hexadecimal, open_to_read, read_full_at, sha256_hex, sha256_of_file};
 
-/// Name, shape and type of a logical tensor, whose values are stored row-major.
+/// Name, shape and type of a tensor whose values are stored in row-major order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// The tensor's name in the file. A weight has the name that it has in the model's family.
+    /// The tensor's name in the file. The name of a weight follows the naming convention of the model's family, such as Llama.
     pub name: String,
     /// The tensor's shape, with the slowest dimension first.
     pub shape: Vec<usize>,

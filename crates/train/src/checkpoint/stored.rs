@@ -40,7 +40,7 @@ impl Kind {
         }
     }
 
-    /// The index and the value of the scale for the value at `index`; `None` for a format without scales.
+    /// The scale of the value at `index`, as the scale's own index and the scale's value; `None` for a format without scales.
     pub fn scale_of(&self, index: usize) -> Option<(usize, f32)> {
         let Self::E4m3 { scales, cols } = self else { return None };
         let block = block_of(index, *cols);

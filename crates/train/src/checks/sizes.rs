@@ -23,7 +23,7 @@ pub(crate) fn listed(sizes: &[Size]) -> String {
 /// Checks that the sizes of this configuration do not overflow and that a machine could have this much memory.
 ///
 /// # Errors
-/// [`Error::Config`] with the key of the size.
+/// Returns [`Error::Config`], which names the key of the size.
 pub fn check_sizes(config: &Config) -> Result<()> {
     let (m, t, ranks) = (&config.model, &config.train, config.run.ranks.max(1));
     let mesh = config.run.mesh();
