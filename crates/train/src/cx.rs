@@ -28,7 +28,7 @@ pub struct Cx<'a, B: Kernels> {
     pub progress: f64,
     /// The run's seed.
     pub seed: u64,
-    /// Whether a backward pass follows. If no backward pass follows, nothing is computed for it.
+    /// Whether a backward pass follows. If `training` is false, nothing is computed for a backward pass.
     pub training: bool,
     /// The tokens of this rank, divided into shards.
     pub shards: Shards<B>,

@@ -76,8 +76,8 @@ impl RowKey {
         if says_nothing { Ok(()) } else { self.refuse(is_yes) }
     }
 
-    /// Refuses the key in a row where the key has a value that is not empty. `is_yes` is the value if the value is a Boolean or a number,
-    /// and `None` for any other value.
+    /// Refuses the key in a row where the key has a value that is not empty. `is_yes` says whether a Boolean is true or a number is 1, and
+    /// is `None` for other values.
     ///
     /// # Errors
     /// Returns the reason why the key is refused.

@@ -7,7 +7,7 @@ use crate::spec::{ModelSpec, ParamSpec, Part};
 use nibble_core::recipe::{Contracted, Layer, LayerKind, Passes, Shortened, Widths};
 use nibble_core::{DType, Recipe};
 
-/// Adapts a recipe to a run of this configuration. The selections of the returned recipe use the run's numbers of layers and steps. Its
+/// Adapts a recipe to a run of this configuration. In the returned recipe, selections use the run's numbers of layers and steps, and
 /// transforms fit the model's widths ([`Recipe::with_widths`]).
 #[must_use]
 pub fn for_run(config: &Config, recipe: Recipe) -> Recipe {

@@ -258,9 +258,10 @@ impl Config {
     }
 
     /// The keys that affect a run's results and differ between `earlier` and `self`. Each string has the form `key: earlier → now`. A
-    /// resumed run should refuse to start if this list is not empty. The list ignores the tables `eval`, `checkpoint` and `run`, and the
-    /// keys `train.recompute` and `train.quantization_every`. They change reports and speed, but no weight (except `run.reductions =
-    /// "nccl"`, which is not reproducible). `train.combine` is ignored if `self` leaves the key unset.
+    /// resumed run should refuse to start if this list is not empty. The list ignores settings that change reports and speed but no weight:
+    /// the tables `eval`, `checkpoint` and `run`, and the keys `train.recompute` and `train.quantization_every`. The setting
+    /// `run.reductions = "nccl"` is ignored too, although its sums are not reproducible. `train.combine` is ignored if `self` leaves the
+    /// key unset.
     ///
     /// # Errors
     /// The errors of [`Config::resolved_toml`].

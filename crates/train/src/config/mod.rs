@@ -433,9 +433,10 @@ impl Config {
         }
     }
 
-    /// The configuration with which a run starts on devices of this kind. The returned configuration has a value for `train.combine`. With
-    /// experts sharded over GPUs, the value is `tree`, because one row per slot would dominate the traffic. The value is `slots` if `top_k`
-    /// exceeds the limit of the GPU's tree sum, or if the recipe quantizes the rows that experts return.
+    /// The configuration with which a run starts on devices of this kind. The returned configuration has a value for `train.combine`. If
+    /// experts are sharded over GPUs, `train.combine` is `tree`, because sending one row per token slot would dominate the traffic. But
+    /// `train.combine` is `slots` if `top_k` exceeds the limit of the GPU's tree sum, or if the recipe quantizes the rows that experts
+    /// return.
     #[must_use]
     pub fn begun_on(&self, kind: DeviceKind, recipe: &Recipe) -> Self {
         let mut begun = self.clone();

@@ -100,7 +100,7 @@ pub struct ModelConfig {
     /// Number of equal groups of consecutive experts; 0 means no groups.
     #[serde(skip_serializing_if = "is_default")]
     pub groups: usize,
-    /// Number of groups from which a token's experts are selected. These are the groups with the best scores for the token.
+    /// Number of groups from which a token's experts are selected. The groups with the best scores for the token are used.
     #[serde(skip_serializing_if = "is_default")]
     pub top_groups: usize,
     /// How a group is scored. `max` takes the score of the group's best expert, and `top2` takes the sum of the scores of the group's two

@@ -22,7 +22,7 @@ use std::collections::BTreeMap;
 /// All matrix products with the same code width and engine, and the number of their multiply-adds in a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Products {
-    /// Number of bits of a code (4, 8, 16 or 32). If the operands differ, the number of the wider operand.
+    /// Number of bits of a code (4, 8, 16 or 32) of the operand with the wider codes.
     pub bits: u32,
     /// The GPU units that compute the products, such as FP8 tensor cores.
     pub engine: Engine,

@@ -64,8 +64,8 @@ pub(super) struct Shape {
 pub(super) struct PartSizes {
     /// Number of tokens of a micro-batch.
     pub tokens: usize,
-    /// Number of rows of the products in a micro-batch. For experts, these are the rows that are routed to experts; otherwise, they are the
-    /// tokens.
+    /// Number of rows of the products in a micro-batch. For experts, the rows are those that are routed to experts; for other parts, one
+    /// row is one token.
     pub rows: usize,
     /// Number of micro-batches of a step.
     pub micro_batches: f64,
@@ -108,7 +108,7 @@ impl PartSizes {
 /// A product of a step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CountedProduct {
-    /// Number of bits of a code. If the operands differ, the number of the wider operand.
+    /// Number of bits of a code of the operand with the wider codes.
     pub bits: u32,
     pub engine: Engine,
     pub multiply_adds: f64,

@@ -67,8 +67,8 @@ impl Images {
     /// Reads all images and labels that the configuration names.
     ///
     /// # Errors
-    /// Returns [`Error::Data`], which names the file. The causes are a file that cannot be read, is no IDX file of the expected kind, or
-    /// has the wrong length; different numbers of images and labels; and a label that is not a class.
+    /// Returns [`Error::Data`], which names the file, if a file cannot be read, is no IDX file of the expected kind, or has the wrong
+    /// length. Also returns [`Error::Data`] if images and labels differ in number, or if a label is not a class.
     pub fn open(config: &Config) -> Result<Self> {
         let (d, m) = (&config.data, &config.model);
         let (mut pixels, mut labels, mut counts) = (Vec::new(), Vec::new(), Vec::new());
@@ -151,8 +151,9 @@ impl Images {
         targets[0] = i32::from(self.labels[image]);
     }
 
-    /// The table of pixels `[rows, patch²]`. The first row is zero; each other row is a patch, in the order of images and, within an image,
-    /// from left to right and top to bottom. Pixels are standardized with the mean and the standard deviation of all training pixels.
+    /// The table of pixels `[rows, patch²]`. The first row is zero. Each other row is one patch, in the order of images and, within an
+    /// image, from left to right and top to bottom. Pixels are standardized with the mean and the standard deviation of all training
+    /// pixels.
     pub fn pixels(&self) -> (Vec<f32>, usize) {
         let (side, patch) = self.sides;
         let (mut count, mut sum, mut squares) = (0u64, 0u64, 0u64);

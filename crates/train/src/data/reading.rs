@@ -24,7 +24,7 @@ const BATCH_ROWS: usize = 4096;
 #[derive(Debug, Clone)]
 pub(super) struct Reading {
     pub files: Vec<PathBuf>,
-    /// If the source is a pipe: its data, which are in memory.
+    /// The data of the source in memory, if the source is a pipe; otherwise `None`.
     pub piped: Option<DataFile>,
     pub asked: Asked,
     pub encoder: Encoder,

@@ -27,10 +27,10 @@ impl Beginning {
         Self::new(config, framing.bos.or(framing.eos), framing.bos)
     }
 
-    /// The tokens that lm-evaluation-harness puts before texts and questions for a published model folder. Before a text, this is the
-    /// `bos_token` of the tokenizer's files, even if the tokenizer does not put this token before texts. Without a `bos_token`, this is
-    /// EOS. Before a question, this is the token that the tokenizer puts before every text, if there is such a token. `data.bos_token`
-    /// replaces both tokens.
+    /// The tokens that lm-evaluation-harness puts before texts and questions for a published model folder. Before a text, the harness puts
+    /// the `bos_token` of the tokenizer's files, even if the tokenizer itself does not put this token before texts. If there is no
+    /// `bos_token`, the harness puts EOS before a text. Before a question, the harness puts the token that the tokenizer puts before every
+    /// text, if there is such a token. The setting `data.bos_token` replaces the tokens before texts and before questions.
     ///
     /// # Errors
     /// The errors of [`Config::framing`].

@@ -24,8 +24,8 @@ impl Perplexity {
         (self.nats / self.tokens as f64).exp()
     }
 
-    /// The perplexity per byte: e to the power of the loss in nats per byte. It is comparable between models with different tokenizers.
-    /// Returns `None` if the number of bytes is unknown.
+    /// The perplexity per byte: e to the power of the loss in nats per byte. The perplexity per byte can be compared between models with
+    /// different tokenizers. Returns `None` if the number of bytes is unknown.
     #[must_use]
     pub fn by_byte(&self) -> Option<f64> {
         (self.bytes > 0).then(|| (self.nats / self.bytes as f64).exp())

@@ -57,8 +57,8 @@ impl Field {
         Self { key, or_key: None, is: Is::Switch(of), absent: None, null: None }
     }
 
-    /// A field for which only the JSON value `value` is supported. A missing key has this value too. Any other value of the field is an
-    /// error.
+    /// A field for which only the JSON value `value` is supported. `value` is also the default for a missing key. Any other value of the
+    /// field is an error.
     pub const fn always(key: &'static str, value: &'static str) -> Self {
         Self { key, or_key: None, is: Is::Always(value), absent: Some(value), null: None }
     }
@@ -69,7 +69,7 @@ impl Field {
         Self { absent: Some(absent), ..self }
     }
 
-    /// The same field, where a `null` in a file means the JSON value `null` of this argument.
+    /// The same field, where a `null` in a file stands for the JSON value in the argument `null`.
     #[must_use]
     pub const fn or_null(self, null: &'static str) -> Self {
         Self { null: Some(null), ..self }
@@ -315,7 +315,7 @@ impl ConfigJson {
         self.error(key, "is not there, and is needed")
     }
 
-    /// Marks keys as read, so that nobody is warned that they are ignored.
+    /// Marks keys as read, so that `passed_over` does not report them.
     pub fn pass_over(&self, keys: &[&str]) {
         self.asked.borrow_mut().extend(keys.iter().map(|key| (*key).to_owned()));
     }

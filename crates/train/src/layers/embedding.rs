@@ -18,8 +18,8 @@ pub struct Embedding<B: Kernels> {
 }
 
 /// The parameters and pixels that an embedding of image patches needs. The id of a token is the index of the token's row in the table of
-/// pixels. The first token of each image is the class token, whose row of pixels is zero. Its vector is therefore the bias plus the vector
-/// of its position.
+/// pixels. The first token of each image is the class token, whose row of pixels is zero. The vector of a class token is therefore the bias
+/// plus the vector of the first position.
 #[derive(Debug, Clone)]
 pub struct Patches<B: Kernels> {
     /// The bias `[1, d]` of the linear layer that embeds patches.

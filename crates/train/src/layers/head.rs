@@ -42,8 +42,8 @@ pub struct HeadInput<'a, B: Kernels> {
     pub x_td: &'a Tensor<B>,
     /// The target token of each row. Rows with a negative target do not contribute to the loss.
     pub targets: &'a B::Buf<i32>,
-    /// Number of parts with equally many rows. The losses are summed separately over each part. If gradients are computed, these parts are
-    /// the shards of the pass.
+    /// Number of parts with equally many rows. The losses are summed separately over each part. If gradients are computed, each of the
+    /// `shards` parts is one shard of the pass.
     pub shards: usize,
 }
 

@@ -91,7 +91,7 @@ impl<B: Kernels> Heads<B> {
         Ok((y, HeadsSaved { norm: Some(saved), turned }))
     }
 
-    /// The heads after norm and rotation. They are saved activations, or are recomputed.
+    /// The heads after norm and rotation, either saved by the forward pass or recomputed.
     pub fn turned(
         &self,
         cx: &Cx<'_, B>,

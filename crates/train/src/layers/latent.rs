@@ -347,8 +347,8 @@ impl<B: Kernels> Latent<B> {
         self.o.product(cx, &self.o.input(cx, &out)?.0)
     }
 
-    /// A cache of each head's keys and values: h·(n + r + u) values per token. A cache of the latent and the shared key would take only c +
-    /// r values per token, but would have to be projected up again for every generated token.
+    /// A cache of the keys and values of every head, with h·(n + r + u) values per token. A cache of the latent vectors and the shared key
+    /// would need only c + r values per token, but every generated token would have to project all latent vectors to keys and values again.
     pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
         let LatentShape { heads: kv_heads, value_dim, window, .. } = self.shape;
         let (head_dim, scale) = (self.shape.head_dim(), self.scale);
