@@ -413,8 +413,8 @@ impl<B: Kernels> Cx<'_, B> {
         })
     }
 
-    /// A Hadamard transform with the random signs of one linear layer. `linear` is the hash of the layer's name. In training, the signs
-    /// depend on the step number that the device's clock counts.
+    /// A Hadamard transform with the random signs of one linear layer. `linear` is the hash of the linear layer's name. In training, the
+    /// signs depend on the step number that the device's clock counts.
     pub fn hadamard(&self, transform: &Transform, linear: u32) -> Hadamard<'_, B> {
         let step = if self.clock.is_some() { 0 } else { self.step as u32 };
         transform.hadamard(self.seed, linear, step, self.clock.as_ref())

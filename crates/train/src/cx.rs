@@ -28,7 +28,7 @@ pub struct Cx<'a, B: Kernels> {
     pub progress: f64,
     /// The run's seed.
     pub seed: u64,
-    /// Whether a backward pass follows. If `training` is false, nothing is computed for a backward pass.
+    /// Whether a backward pass follows this forward pass. If `training` is false, nothing is computed for a backward pass.
     pub training: bool,
     /// The tokens of this rank, divided into shards.
     pub shards: Shards<B>,
@@ -45,7 +45,7 @@ pub struct Cx<'a, B: Kernels> {
     /// Number of slots sent to the fullest rank in the first exchange of this pass that exceeded a rank's capacity, as a multiple of the
     /// rank's share. 0 means that no exchange exceeded the capacity.
     pub overflow: Cell<f32>,
-    /// Number of micro-batches in the current step. Losses are means over all micro-batches.
+    /// Number of micro-batches in the current step. Losses are averaged over all micro-batches of the step.
     pub micro_batches: usize,
     /// The quantization counts of each conversion, which are still on the device.
     pub counted: RefCell<Counted<B>>,

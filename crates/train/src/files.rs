@@ -76,7 +76,7 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
 /// create the file that the user expects at the link's target.
 ///
 /// # Errors
-/// The error names the link and the link's target.
+/// The error names the dangling link and its target.
 pub fn require_no_loose_link(path: &Path) -> io::Result<()> {
     for place in path.ancestors().filter(|place| !place.as_os_str().is_empty()) {
         let (Ok(target), Err(why)) = (fs::read_link(place), fs::metadata(place)) else { continue };

@@ -125,7 +125,7 @@ impl Index {
         }
     }
 
-    /// Adds this index file to the message of an error about a file that the index names.
+    /// Extends the message of an error about a tensor file: the new message also names the index, which lists the file.
     pub fn told(&self, error: Error) -> Error {
         match error {
             Error::Checkpoint { path, why } => {

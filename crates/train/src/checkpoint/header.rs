@@ -4,7 +4,7 @@ use safetensors::tensor::{Dtype, TensorInfo};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-/// The metadata that Hugging Face tools require.
+/// The metadata that Hugging Face tools require in the header of a safetensors file.
 #[must_use]
 pub fn metadata() -> BTreeMap<String, String> {
     BTreeMap::from([("format".to_owned(), "pt".to_owned())])

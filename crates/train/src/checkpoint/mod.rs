@@ -188,8 +188,8 @@ impl Checkpoint {
     /// The master weights.
     ///
     /// # Errors
-    /// Returns [`Error::Checkpoint`] if the file of weights cannot be read, or contains a tensor whose type is not F32. [`Tensors::finish`]
-    /// reports whether the contents match the checksum.
+    /// Returns [`Error::Checkpoint`] if the file of weights cannot be read, or contains a tensor whose type is not F32. Whether the
+    /// contents match the checksum is known only when [`Tensors::finish`] returns.
     pub fn model(&self) -> Result<Tensors> {
         self.tensors(MODEL)?.ok_or_else(|| self.has_no(MODEL_FILE))
     }
@@ -219,7 +219,7 @@ impl Checkpoint {
         file.read_checked(entry)
     }
 
-    /// Whether the checkpoint has a file of this name.
+    /// Whether the checkpoint contains the file `name`.
     #[must_use]
     pub fn has(&self, name: &str) -> bool {
         self.state.files.iter().any(|entry| entry.name == name)
@@ -242,7 +242,7 @@ impl Checkpoint {
     }
 }
 
-/// A checkpoint that was rejected.
+/// A checkpoint that was rejected as damaged.
 #[derive(Debug)]
 pub struct Rejected {
     /// The checkpoint's directory.
@@ -256,7 +256,7 @@ pub struct Rejected {
 pub struct Latest {
     /// The checkpoint to resume from; `None` if the run has no complete checkpoint.
     pub checkpoint: Option<Checkpoint>,
-    /// Damaged checkpoints that are newer than `checkpoint`, newest first. The caller reports these checkpoints to the user.
+    /// Damaged checkpoints that are newer than `checkpoint`, newest first. The caller should report the damaged checkpoints to the user.
     pub rejected: Vec<Rejected>,
 }
 

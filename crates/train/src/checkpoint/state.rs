@@ -42,7 +42,7 @@ pub struct Position {
     pub recipe_toml: String,
     /// SHA-256 of the data, including the held-out part.
     pub data_sha256: String,
-    /// The resolved configuration as TOML text. Parsing this text restores the configuration exactly.
+    /// The resolved configuration as TOML text. Parsing the TOML text restores the configuration exactly.
     pub config: String,
 }
 

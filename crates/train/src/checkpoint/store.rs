@@ -18,7 +18,7 @@ const TMP_PREFIX: &str = ".tmp-";
 const REPLACED_PREFIX: &str = ".tmp-replaced-";
 const LOCK_FILE: &str = ".lock";
 
-/// The contents of a checkpoint except the tensors' values, which are supplied during writing.
+/// The contents of a checkpoint except the tensors' values. The caller supplies the values while the checkpoint is written.
 #[derive(Debug, Clone)]
 pub struct Outline {
     /// F32 master weights, sorted by name.
@@ -60,7 +60,8 @@ pub struct Store {
 }
 
 impl Store {
-    /// Opens or creates the checkpoints of the run in `run_dir`, and removes leftovers of killed writers.
+    /// Opens or creates the directory of checkpoints of the run in `run_dir`. Also removes incomplete checkpoints that killed processes
+    /// left.
     ///
     /// # Errors
     /// Returns [`Error::Checkpoint`] if another process is writing checkpoints in `run_dir`, and [`Error::Io`] if a file operation fails.
@@ -108,12 +109,12 @@ impl Store {
 
     /// Writes a checkpoint, removes old checkpoints, and returns the new checkpoint's directory. The newest `keep` checkpoints stay; 0
     /// means that all stay. `next` supplies the tensors' values in the outline's order: the model's tensors, then the optimizer's, then the
-    /// scales. `next` may supply pieces of any length, but a piece must not contain values of two files. Only one piece is in memory at a
-    /// time.
+    /// scales. `next` may supply pieces of any length, but a piece must not contain values of two files. At any time, only one piece of the
+    /// values is in memory.
     ///
     /// # Errors
     /// Returns [`Error::Io`] if writing fails (such as on a full disk), [`Error::Checkpoint`] for inconsistent tensors, and any error of
-    /// `next`. After an error, the earlier checkpoints are untouched.
+    /// `next`. If `save` fails, the earlier checkpoints stay unchanged.
     pub fn save<P: AsRef<[f32]>>(
         &self,
         outline: &Outline,

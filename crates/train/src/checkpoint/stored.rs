@@ -47,7 +47,8 @@ impl Kind {
         scales.get(block).map(|scale| (block, *scale))
     }
 
-    /// Reads values from index `at` on. `fill` supplies the bytes of these values.
+    /// Reads the tensor's values from index `at` on, and converts them to F32. The closure `fill` must supply the stored bytes of the
+    /// requested values.
     pub fn read(&self, at: usize, to: &mut [f32], fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         if let Self::F32 = self {
             fill(bytemuck::cast_slice_mut(to))?;

@@ -126,7 +126,7 @@ impl Tensors {
         Ok(())
     }
 
-    /// Names and shapes of the remaining tensors, sorted by name.
+    /// Names and shapes of the tensors that have not been taken, sorted by name.
     pub fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
         self.tensors.iter().map(|(name, stored)| (name.as_str(), stored.shape.as_slice()))
     }

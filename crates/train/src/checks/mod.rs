@@ -64,8 +64,8 @@ pub fn checked_recipe(config: &Config) -> Result<Recipe> {
 }
 
 /// The overrides of a recipe that have no effect in a run of this configuration. Each string describes one override. [`checked_recipe`]
-/// refuses such overrides in a recipe file, because the file's author can fix them. In a built-in recipe, an override without effect is not
-/// the user's mistake, because the user's model and number of steps may differ.
+/// refuses overrides without effect in a recipe file, because the author of the file can fix them. In a built-in recipe, an override
+/// without effect is not the user's mistake, because the user's model and number of steps may differ.
 #[must_use]
 pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
     // A model's widths may hide what an override decides in another model.

@@ -47,16 +47,16 @@ pub struct DataConfig {
     /// The key or column of the answer to a prompt.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub answer_key: String,
-    /// In JSON files, the key of a conversation's messages. The tokenizer's chat template renders the messages as text. Only the tokens of
-    /// answers are training targets.
+    /// In JSON files, the key that contains the messages of a conversation. The chat template of the tokenizer converts the messages to
+    /// text. Only the tokens of answers are training targets.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub messages_key: String,
-    /// Several sources with weights. Each source provides the fraction `weight / sum of weights` of the training sequences. If empty,
-    /// `source` is the only source.
+    /// Several sources with weights. Each source provides the fraction `weight / sum of weights` of the training sequences. If `mixture` is
+    /// empty, `source` is the only source.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub mixture: Vec<MixtureSource>,
-    /// What happens to an unreadable row. With `stop`, the run does not start. With `skip`, the run leaves the row out, counts it, and
-    /// reports it.
+    /// What the run does with a data row that cannot be read. With `stop`, an unreadable row prevents the start of the run. With `skip`,
+    /// the run leaves the row out, counts it, and reports it.
     #[serde(skip_serializing_if = "is_default")]
     pub on_error: OnError,
     /// Folder of token caches. If empty, the token caches are in the folder `nibble/data` of the user's cache folder.
@@ -134,7 +134,7 @@ fn usual_weight() -> f64 {
     1.0
 }
 
-/// What happens to a row that cannot be read.
+/// What the run does with a data row that cannot be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnError {

@@ -43,8 +43,9 @@ impl Config {
     /// Loads the configuration that a user requests: a built-in configuration by name, or a TOML file by path. Then applies `overrides`.
     /// Each override has the form `key=value`, with a dotted key and a TOML value; a bare word is a string.
     ///
-    /// The result is resolved (`model.vocab_size` and `run.dir` are filled in) and validated. In a user's file, a setting that is not used
-    /// is an error. In a file that a run has stored, unused settings are no errors, because such a file contains every key.
+    /// The returned configuration is validated and has no open values: `model.vocab_size` and `run.dir` are filled in. In a user's file, a
+    /// setting that is not used is an error. In a file that a run has stored, unused settings are no errors, because such a file contains
+    /// every key.
     ///
     /// # Errors
     /// Returns [`Error::Config`] for an unknown name or key, a wrong type, an impossible value, or an unused setting. Returns [`Error::Io`]
@@ -83,7 +84,8 @@ impl Config {
         Self::from_text(&read_text(path)?, path, overrides)
     }
 
-    /// Like [`Config::load`], but parses the TOML text `text`. Errors name `file`, and the stem of `file` is the run's default name.
+    /// Like [`Config::load`], but parses the TOML text `text`. Error messages name `file`. The default name of the run is the name of
+    /// `file` without its extension.
     ///
     /// # Errors
     /// Returns [`Error::Config`], with the same causes as in [`Config::load`].
@@ -91,7 +93,8 @@ impl Config {
         Self::read(text, file, overrides, Source::Asked, Vec::new())
     }
 
-    /// Like [`Config::stored`], but parses the TOML text `text`. Errors name `file`, and the stem of `file` is the run's default name.
+    /// Like [`Config::stored`], but parses the TOML text `text`. Error messages name `file`. The default name of the run is the name of
+    /// `file` without its extension.
     ///
     /// # Errors
     /// Returns [`Error::Config`], with the same causes as in [`Config::stored`].
@@ -258,8 +261,8 @@ impl Config {
     }
 
     /// The keys that affect a run's results and differ between `earlier` and `self`. Each string has the form `key: earlier → now`. A
-    /// resumed run should refuse to start if this list is not empty. The list ignores settings that change reports and speed but no weight:
-    /// the tables `eval`, `checkpoint` and `run`, and the keys `train.recompute` and `train.quantization_every`. The setting
+    /// resumed run should refuse to start if the returned list is not empty. The list ignores settings that change reports and speed but no
+    /// weight: the tables `eval`, `checkpoint` and `run`, and the keys `train.recompute` and `train.quantization_every`. The setting
     /// `run.reductions = "nccl"` is ignored too, although its sums are not reproducible. `train.combine` is ignored if `self` leaves the
     /// key unset.
     ///

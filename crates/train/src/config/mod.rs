@@ -130,17 +130,18 @@ pub struct TrainConfig {
     pub batch_size: usize,
     /// Number of micro-batches of a step.
     pub grad_accum: usize,
-    /// Number of shards into which a micro-batch is divided. The partial sums of the shards are added along a binary tree. The result does
-    /// not depend on the number of ranks, which must divide the number of shards.
+    /// Number of shards into which a micro-batch is divided. The partial sums of the shards are added along a binary tree. The results of
+    /// training do not depend on the number of ranks, which must divide `shards`.
     pub shards: usize,
     /// Number of shards into which a micro-batch is divided for the experts' gradients: a power of two that is a multiple of `run.dp`. The
-    /// gradients of the shards are added along a binary tree. The result depends on this number, but not on the number of ranks.
+    /// gradients of the shards are added along a binary tree. The results of training depend on `expert_shards`, but not on the number of
+    /// ranks.
     #[serde(skip_serializing_if = "is_one")]
     pub expert_shards: usize,
     /// How the output rows of a token's experts are summed. With `slots`, rows are summed in slot order and rounded once. With `tree`, rows
-    /// are summed along a binary tree over the experts and rounded at each node. Each rank then sends only one row per token. The result
-    /// depends on this setting, but not on the number of ranks. If the key is unset, the run chooses a value at its start and stores it:
-    /// `tree` if experts are sharded over GPUs, otherwise `slots`.
+    /// are summed along a binary tree over the experts and rounded at each node. Each rank then sends only one row per token. The results
+    /// of training depend on `combine`, but not on the number of ranks. If `combine` is unset, the run chooses `tree` if experts are
+    /// sharded over GPUs, otherwise `slots`. The run stores this choice at its start.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub combine: Option<Combine>,
     /// Peak learning rate.
@@ -161,7 +162,7 @@ pub struct TrainConfig {
     pub beta2: f64,
     /// AdamW's ε.
     pub eps: f64,
-    /// Largest global gradient norm; 0 means no clipping.
+    /// Global gradient norm above which gradients are clipped; 0 means no clipping.
     pub clip_norm: f64,
     /// The amount by which each step changes an expert's bias under `model.router_bias` ([arXiv
     /// 2408.15664](https://arxiv.org/abs/2408.15664)). The bias rises if fewer token slots than the mean selected the expert, and falls if
@@ -271,12 +272,12 @@ impl Default for TrainConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EvalConfig {
-    /// Number of steps between evaluations; 0 means only at the end.
+    /// Number of steps between evaluations; 0 means one evaluation, at the end of the run.
     pub every: u64,
     /// Number of batches of an evaluation during the run; 0 means all held-out data. Each batch has 16 sequences, regardless of
     /// `train.batch_size`. The last evaluation always uses all held-out data.
     pub batches: usize,
-    /// Multiple-choice question files that every evaluation also scores.
+    /// Paths of files with multiple-choice questions that every evaluation also scores.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tasks: Vec<String>,
     /// Whether a question begins with the BOS token. The setting has an effect only if texts begin with BOS (`data.bos_token`).
@@ -300,7 +301,7 @@ impl Default for EvalConfig {
 pub struct CheckpointConfig {
     /// Number of steps between checkpoints; 0 means no checkpoint during the run.
     pub every: u64,
-    /// How many of the newest checkpoints stay on disk; 0 means all.
+    /// Number of the newest checkpoints that stay on disk; 0 means that all checkpoints stay.
     pub keep: usize,
     /// Number of recorded spikes ([`crate::spikes`]), counted from the newest, for which the checkpoint before the spike also stays on
     /// disk; 0 means none.
@@ -308,10 +309,10 @@ pub struct CheckpointConfig {
     pub keep_spikes: usize,
     /// Whether the run writes a checkpoint at its end.
     pub at_end: bool,
-    /// Host memory in GiB that buffers checkpoints between device and disk, shared equally by the ranks of a host. With a GPU, this memory
-    /// is page-locked and stays allocated until the run ends. If a checkpoint fits into this memory, the checkpoint is copied while the
-    /// next step computes. A larger checkpoint delays the optimizer of the next step until the rest of the checkpoint has been written to
-    /// disk.
+    /// Size in GiB of the host memory that buffers checkpoints between device and disk. The ranks of a host share this memory equally. With
+    /// a GPU, this memory is page-locked and stays allocated until the run ends. If a checkpoint fits into this memory, the checkpoint is
+    /// copied while the next step computes. A larger checkpoint delays the optimizer of the next step until the rest of the checkpoint has
+    /// been written to disk.
     pub host_gib: usize,
     /// Upper limit of the size of a tensor file in MiB; 0 means one file for all tensors. A tensor that exceeds this limit has a file of
     /// its own.
@@ -329,7 +330,8 @@ impl Default for CheckpointConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RunConfig {
-    /// Directory of metrics, checkpoints and the plot. If empty, the directory is `runs/NAME`, where NAME is the configuration's name.
+    /// Directory for the run's metrics, checkpoints and plot. If empty, the directory is `runs/NAME`, where NAME is the configuration's
+    /// name.
     pub dir: String,
     /// The device of the run: `cpu`, `cuda`, `cuda:N` or `auto`. `cuda` means one Hopper GPU for each rank, and `cuda:N` means the GPU with
     /// index N in the driver. `auto` means Hopper GPUs if there are enough, otherwise the CPU. GEMMs on a GPU and on the CPU give results
@@ -339,7 +341,8 @@ pub struct RunConfig {
     /// Each rank has its own GPU, or all ranks are on the CPU. The tokens of a batch are sharded over all ranks, and the experts of a layer
     /// are sharded over `ranks / dp` ranks.
     pub ranks: usize,
-    /// Number of replicas of each expert, which must divide `ranks` and `train.expert_shards`. With 1, each expert is on one rank.
+    /// Number of replicas of each expert, which must divide `ranks` and `train.expert_shards`. If `dp` is 1, each expert is on one rank
+    /// only.
     #[serde(skip_serializing_if = "is_one")]
     pub dp: usize,
     /// With expert parallelism, the number of token slots that fit into a rank, as a multiple (at least 1) of the slots that the rank gets
@@ -347,14 +350,14 @@ pub struct RunConfig {
     /// the same bits.
     #[serde(skip_serializing_if = "is_usual_capacity")]
     pub capacity_factor: f64,
-    /// How gradients are summed over ranks. With `tree`, the order of the sum is independent of ranks and devices. With `nccl`, which works
-    /// on GPUs only, the order depends on NCCL's version, the GPUs and their links. The run's bits are then not reproducible on another
-    /// machine.
+    /// How gradients are summed over ranks. With `tree`, the order of the summation does not depend on the number of ranks or on the kind
+    /// of device. With `nccl`, which works on GPUs only, the order depends on NCCL's version, the GPUs and their links. The run's bits are
+    /// then not reproducible on another machine.
     #[serde(skip_serializing_if = "is_default")]
     pub reductions: Reductions,
     /// Number of worker threads over all ranks; 0 means one thread per core.
     pub threads: usize,
-    /// Number of steps between console lines; the metrics file always gets every step.
+    /// Number of steps between lines on the console. The metrics file always contains every step.
     pub log_every: u64,
 }
 
@@ -447,8 +450,8 @@ impl Config {
         begun
     }
 
-    /// The configuration for resuming a run that began with `earlier`. For each setting that `self` leaves unset, the result has the value
-    /// of `earlier`.
+    /// The configuration with which to resume a run that began with the configuration `earlier`. For each setting that `self` leaves unset,
+    /// the result has the value of `earlier`.
     #[must_use]
     pub fn going_on_from(&self, earlier: &Self) -> Self {
         let mut now = self.clone();
@@ -460,7 +463,7 @@ impl Config {
         now
     }
 
-    /// Number of positions of the model, which also limits the length of generated text.
+    /// Number of positions of the model: the largest number of tokens of a sequence, also in generation.
     #[must_use]
     pub fn positions(&self) -> usize {
         if self.model.max_positions == 0 { self.data.seq_len } else { self.model.max_positions }
@@ -484,7 +487,7 @@ impl Config {
         self.data.source == SYNTHETIC
     }
 
-    /// Whether the tokens come from files of text or ids.
+    /// Whether the tokens come from files of text or of token ids.
     #[must_use]
     pub fn is_text(&self) -> bool {
         !self.has_own_tokens()

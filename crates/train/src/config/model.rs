@@ -12,14 +12,14 @@ use serde::{Deserialize, Serialize};
 /// The shape of a decoder. Each layer has attention (grouped-query, or latent as in DeepSeek), followed by experts (as in Qwen3-MoE) or by
 /// one MLP (as in Qwen3 and Llama).
 ///
-/// A model without experts omits the experts' keys: `top_k`, `expert_ffn`, `shared_ffn`, `norm_topk_prob`, and the router's losses. In a
-/// model without experts, the values of these keys are 0 or false.
+/// A configuration without experts omits the keys of experts: `top_k`, `expert_ffn`, `shared_ffn`, `norm_topk_prob`, and the keys of the
+/// router's losses. For a model without experts, the values of the keys of experts are 0 or false.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelConfig {
     /// Number of rows of the embedding; 0 means the vocabulary size of the data. For an image classifier, this is the number of classes.
     pub vocab_size: usize,
-    /// Side in pixels of the square images of an image classifier; 0 means a language model. An image has one channel.
+    /// Side in pixels of the square images of an image classifier; 0 means a language model. Images must have a single channel.
     #[serde(skip_serializing_if = "is_default")]
     pub image_size: usize,
     /// Side in pixels of the square patches into which an image is divided. The side must divide `image_size`. A linear layer embeds each
@@ -59,7 +59,7 @@ pub struct ModelConfig {
     #[serde(skip_serializing_if = "is_default")]
     pub sliding_window: usize,
     /// The layers with the sliding window, as a pattern that repeats over the layers. For example, `["sliding", "full"]` gives the window
-    /// to layers 0, 2, 4…, as in GPT-OSS. An empty list means all layers.
+    /// to layers 0, 2, 4…, as in GPT-OSS. An empty list means that all layers have the sliding window.
     #[serde(skip_serializing_if = "is_default")]
     pub sliding_window_layers: Vec<LayerAttention>,
     /// The norm of the residual stream: `rms`, or `layer` for LayerNorm, which has biases.
@@ -73,8 +73,8 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// Hidden width of the MLP in a dense layer; 0 means that no layer is dense.
     pub ffn: usize,
-    /// Number of dense layers in a model with experts. The dense layers precede the layers with experts. In a model without experts all
-    /// layers are dense, and this number is 0.
+    /// Number of dense layers in a model with experts. The dense layers precede the layers with experts. In a model without experts, all
+    /// layers are dense and `dense_layers` is 0.
     pub dense_layers: usize,
     /// Number of experts of a layer; 0 means that every layer is dense.
     pub experts: usize,
@@ -97,7 +97,7 @@ pub struct ModelConfig {
     /// but changes in each step by `train.router_bias_rate`.
     #[serde(skip_serializing_if = "is_default")]
     pub router_bias: bool,
-    /// Number of equal groups of consecutive experts; 0 means no groups.
+    /// Number of groups into which the experts are divided; 0 means no groups. Each group consists of equally many consecutive experts.
     #[serde(skip_serializing_if = "is_default")]
     pub groups: usize,
     /// Number of groups from which a token's experts are selected. The groups with the best scores for the token are used.
@@ -139,8 +139,8 @@ pub struct ModelConfig {
     #[serde(skip_serializing_if = "is_default")]
     pub q_rank: usize,
     /// Number of elements that RoPE rotates in each query and key. The rotated elements are the last of the `head_dim` elements. All heads
-    /// share the rotated elements of the keys. The number of rotated elements is even, and less than `head_dim`. Without `kv_rank`, RoPE
-    /// rotates all elements and `rope_dim` is 0.
+    /// share the rotated elements of the keys. The number of rotated elements must be even and less than `head_dim`. Without `kv_rank`,
+    /// RoPE rotates all elements and `rope_dim` is 0.
     #[serde(skip_serializing_if = "is_default")]
     pub rope_dim: usize,
     /// Scaling of the RoPE frequencies for longer contexts.
@@ -299,7 +299,7 @@ pub enum Balance {
 }
 
 impl Balance {
-    /// The name of the scope in a configuration.
+    /// The name of this variant in a configuration.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

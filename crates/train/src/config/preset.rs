@@ -45,7 +45,7 @@ const MODELS: [(&str, &str, &str); 19] = [
     ("deepseek-v3", include_str!("../../configs/models/deepseek-v3.toml"), PUBLISHED),
 ];
 
-/// The TOML text of a built-in configuration.
+/// The TOML text of the built-in configuration `name`; `None` if there is no such configuration.
 #[must_use]
 pub fn preset(name: &str) -> Option<Cow<'static, str>> {
     let own = PRESETS.iter().find(|(known, _)| *known == name).map(|(_, text)| Cow::Borrowed(*text));
@@ -62,7 +62,7 @@ pub fn folder_argument(dir: &Path) -> String {
     if means_other { format!("./{text}") } else { text }
 }
 
-/// The argument of [`folder_argument`], quoted for a shell.
+/// The same argument as [`folder_argument`] returns, quoted for a shell.
 #[must_use]
 pub fn in_shell(dir: &Path) -> String {
     let text = folder_argument(dir);

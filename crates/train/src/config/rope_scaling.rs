@@ -135,7 +135,7 @@ impl RopeScaling {
 }
 
 impl RopeScalingKind {
-    /// The name of the kind in a configuration.
+    /// The name of this kind of scaling in a configuration.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

@@ -26,7 +26,7 @@ const MOST_RANKS: usize = 1 << 20;
 pub const MOST_THREADS: usize = 4096;
 
 impl Config {
-    /// Checks that the values are consistent with each other.
+    /// Checks that the values of the configuration are consistent with each other.
     ///
     /// # Errors
     /// Returns [`Error::Config`](crate::Error::Config), which names the key and the inconsistent numbers. The error contains the file and

@@ -92,7 +92,7 @@ impl PartSizes {
         }
     }
 
-    /// Number of values of a tensor in a step.
+    /// Number of values of a tensor of this part of the model, over all micro-batches of a step.
     pub fn values(&self, size: TensorSize) -> f64 {
         let Some(first) = self.shapes.first() else { return 0.0 };
         let cols = match size.cols {

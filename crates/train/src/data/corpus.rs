@@ -157,7 +157,8 @@ impl Corpus {
         (tokens, tokens.order.start(own))
     }
 
-    /// Number of complete held-out sequences. The sequences do not overlap. The sequences are numbered source by source.
+    /// Number of complete held-out sequences. The sequences do not overlap. The held-out sequences of the first source have the first
+    /// numbers, followed by those of the next source.
     pub fn valid_windows(&self) -> usize {
         self.sources.iter().map(|tokens| tokens.valid_windows(self.seq_len)).sum()
     }

@@ -24,7 +24,7 @@ pub(super) struct Permutation {
 }
 
 impl Permutation {
-    /// Permutations of `count` numbers. `count` must be at least one.
+    /// Permutations of `count` numbers. The number `count` must be at least 1.
     pub fn of(count: u64) -> Self {
         let count = count.max(1);
         // The width is even, so that both halves of the Feistel network have the same number of bits.
@@ -59,8 +59,8 @@ impl Permutation {
 const ROUNDS: u64 = 4;
 
 impl WindowOrder {
-    /// The order for a text of `tokens` tokens. A window has `seq_len` inputs and one more token as the last target. So `tokens` must be at
-    /// least `seq_len + 1`; otherwise a window would not lie inside the text.
+    /// The order of windows for a text of `tokens` tokens. A window has `seq_len` inputs and one more token as the last target. So `tokens`
+    /// must be at least `seq_len + 1`; otherwise a window would not lie inside the text.
     #[must_use]
     pub fn new(tokens: usize, seq_len: usize, seed: u64) -> Self {
         let (tokens, seq_len) = (tokens as u64, (seq_len as u64).max(1));

@@ -60,7 +60,8 @@ pub struct Windows {
 }
 
 impl Windows {
-    /// Creates the windows for a model whose sequences have `seq_len` tokens. Each window advances by `stride` tokens.
+    /// Creates the windows for a model whose sequences have `seq_len` tokens. Each window after the first predicts at most `stride` new
+    /// tokens.
     ///
     /// # Errors
     /// Returns [`Error::Config`] with the key `stride` if the stride is 0 or longer than a sequence. The error has the key `data.seq_len`

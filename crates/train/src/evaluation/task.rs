@@ -147,7 +147,7 @@ impl Task {
 }
 
 impl Scored {
-    /// Each score and its name.
+    /// The scores of the task, each with its name.
     #[must_use]
     pub fn named(&self) -> [(&'static str, Score); 3] {
         [("acc", self.acc), ("acc_norm", self.acc_norm), ("acc_bytes", self.acc_bytes)]

@@ -57,8 +57,8 @@ impl Field {
         Self { key, or_key: None, is: Is::Switch(of), absent: None, null: None }
     }
 
-    /// A field for which only the JSON value `value` is supported. `value` is also the default for a missing key. Any other value of the
-    /// field is an error.
+    /// A field for which only the JSON value `value` is supported. `value` is also the default for a missing key. If a file has another
+    /// value in this field, reading the file fails.
     pub const fn always(key: &'static str, value: &'static str) -> Self {
         Self { key, or_key: None, is: Is::Always(value), absent: Some(value), null: None }
     }
