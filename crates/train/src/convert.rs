@@ -15,20 +15,20 @@ use nibble_core::ops::{
 use nibble_core::recipe::{Computed, Conversion, Pair, Precision, Route, Transform};
 use nibble_core::{BlockScaled, DType, Error, Groups, Kernels, Operand, Result, RowKind, Tensor};
 
-/// The names of a tensor that is converted (for example quantized) for a GEMM. These names identify the tensor's quantization counts, and
-/// seed the random bits for the tensor's stochastic rounding.
+/// The names of a tensor that is converted (for example quantized) for a GEMM. The names of a tensor identify its quantization counts, and
+/// seed the random bits for its stochastic rounding.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorName<'a> {
     /// The layer's name.
     pub layer: &'a str,
     /// The tensor's name within the layer.
     pub tensor: &'static str,
-    /// The name of the linear layer whose GEMM reads the tensor. This name seeds the random signs of a Hadamard transform, so both operands
-    /// of wgrad get the same signs. Linear layers that read the same input share this name.
+    /// The name of the linear layer whose GEMM reads the tensor. The name of the linear layer seeds the random signs of a Hadamard
+    /// transform, so both operands of wgrad get the same signs. Linear layers that read the same input share one name.
     pub linear: &'a str,
 }
 
-/// The names of a layer that are part of the name of each tensor converted for the layer.
+/// The names of a layer, from which the names of the layer's converted tensors are built.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerName<'a> {
     /// See [`TensorName::layer`].
@@ -138,8 +138,8 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Runs a kernel that writes a tensor in the form that the plan requires, saves the kernel's quantization counts, and converts the
-    /// tensor to the plan's two representations. The closure `kernel` receives the form in which to write the tensor, and returns the
+    /// Runs a kernel that writes a tensor in the form that the plan requires, and converts the tensor to the plan's two representations.
+    /// Also saves the kernel's quantization counts. The closure `kernel` receives the form in which to write the tensor, and returns the
     /// tensor with the kernel's other results. A step that measures quantization runs `kernel` twice, because the measurement also needs
     /// the tensor before quantization.
     ///

@@ -42,8 +42,8 @@ pub struct Cx<'a, B: Kernels> {
     pub experts_in_turn: bool,
     /// Capacity of a rank in token slots under expert parallelism, as a multiple of the slots that the rank gets under uniform routing.
     pub capacity_factor: f64,
-    /// Number of slots sent to the fullest rank in the first exchange of this pass that exceeded a rank's capacity, as a multiple of the
-    /// rank's share. 0 means that no exchange exceeded the capacity.
+    /// How full the fullest rank was in the first exchange of this pass that exceeded a rank's capacity: the number of token slots sent to
+    /// this rank, as a multiple of the rank's share. 0 means that no exchange exceeded the capacity.
     pub overflow: Cell<f32>,
     /// Number of micro-batches in the current step. Losses are averaged over all micro-batches of the step.
     pub micro_batches: usize,
@@ -133,7 +133,8 @@ impl<'a, B: Kernels> Cx<'a, B> {
         self.plans.recipe()
     }
 
-    /// The plan of a layer at this point of the run. A layer that follows this plan saves only the activations that the recipe says.
+    /// The plan of a layer at this point of the run. Under the returned plan, the layer's forward pass saves only the activations that the
+    /// recipe selects.
     pub fn plan(&self, layer: &Layer) -> Arc<LayerPlan> {
         self.plan_keeping(layer, false)
     }

@@ -87,7 +87,7 @@ impl DelayedSites {
         &self.sites
     }
 
-    /// Number of row ranges (spans) of all these tensors on this rank.
+    /// Number of row ranges (spans) of all tensors with delayed scales on this rank.
     pub fn spans(&self) -> usize {
         self.sites.last().map_or(0, |site| site.cell + site.records.spans)
     }
@@ -136,7 +136,7 @@ pub struct History {
 pub struct DelayedRecords<B: Kernels> {
     /// The tensors to which the records belong.
     pub sites: DelayedSites,
-    /// The records on the device, in the order of the tensors. Their address does not change during a run.
+    /// The records on the device, in the order of the tensors. The address of the records on the device does not change during a run.
     pub records: B::Buf<f32>,
     /// The output of [`AmaxRecords::words`] for all tensors, on the device.
     pub spans: B::Buf<u32>,

@@ -21,7 +21,7 @@ pub const UNFINISHED_PREFIX: &str = ".nibble-tmp-";
 static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 /// A file that is written under a temporary name in the directory of its final path. [`WholeFile::finish`] renames the file to its final
-/// path. If the value is dropped before that, the file is removed.
+/// path. If a [`WholeFile`] is dropped before `finish`, the file is removed.
 #[derive(Debug)]
 pub struct WholeFile {
     file: File,

@@ -50,12 +50,13 @@ impl RowKey {
         keys.find(|key| key.name == name)
     }
 
-    /// The refused key `name` of rows with an answer; `None` if Nibble reads or ignores the key `name`.
+    /// Looks up `name` among the keys that Nibble refuses in rows with an answer. Returns `None` if Nibble reads or ignores the key `name`.
     pub fn of(name: &str) -> Option<Self> {
         Self::find(OF_ANSWERS, name)
     }
 
-    /// The refused key `name` of rows with a prompt and an answer; `None` if Nibble reads or ignores the key `name`.
+    /// Looks up `name` among the keys that Nibble refuses in rows with a prompt and an answer. Returns `None` if Nibble reads or ignores
+    /// the key `name`.
     pub fn of_pair(name: &str) -> Option<Self> {
         Self::find(OF_PAIRS, name).or_else(|| Self::of(name))
     }

@@ -32,7 +32,7 @@ pub struct Position {
     pub seed: u64,
     /// Global sample cursor: the index of the next training sequence, over all ranks and micro-batches.
     pub cursor: u64,
-    /// The learning-rate schedule. The field `step` is an index into this schedule.
+    /// The learning-rate schedule. The field `step` is a position in the learning-rate schedule.
     pub schedule: Schedule,
     /// Name of the precision recipe.
     pub recipe: String,

@@ -25,7 +25,7 @@ pub struct Outline {
     pub model: Vec<TensorSpec>,
     /// Optimizer moments, sorted by name.
     pub optim: Vec<TensorSpec>,
-    /// Amax histories of delayed scaling, sorted by name. If empty, the checkpoint has no file of amax histories.
+    /// Amax histories of delayed scaling, sorted by name. If the list is empty, the checkpoint has no file of amax histories.
     pub scales: Vec<TensorSpec>,
     /// Upper limit of the bytes of tensor values in one file; 0 means one file per kind of tensor.
     pub file_bytes: usize,

@@ -63,9 +63,9 @@ pub fn checked_recipe(config: &Config) -> Result<Recipe> {
     Ok(recipe)
 }
 
-/// The overrides of a recipe that have no effect in a run of this configuration. Each string describes one override. [`checked_recipe`]
-/// refuses overrides without effect in a recipe file, because the author of the file can fix them. In a built-in recipe, an override
-/// without effect is not the user's mistake, because the user's model and number of steps may differ.
+/// The overrides of a recipe that have no effect in a run of this configuration. Each of the returned strings describes one override.
+/// [`checked_recipe`] refuses overrides without effect in a recipe file, because the author of the file can fix them. In a built-in recipe,
+/// an override without effect is not the user's mistake, because the user's model and number of steps may differ.
 #[must_use]
 pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
     // A model's widths may hide what an override decides in another model.

@@ -20,7 +20,7 @@ pub(crate) fn listed(sizes: &[Size]) -> String {
     sizes.iter().map(|size| format!("{} = {}", size.key, size.value)).collect::<Vec<_>>().join(", ")
 }
 
-/// Checks that the sizes of this configuration do not overflow, and that the memory they require could exist in a machine.
+/// Checks that the sizes of this configuration do not overflow, and that they do not require more memory than any machine can have.
 ///
 /// # Errors
 /// Returns [`Error::Config`], which names the key of the size.

@@ -10,9 +10,9 @@ use crate::tokenizer::AUTO;
 #[serde(default, deny_unknown_fields)]
 pub struct DataConfig {
     /// The source of the tokens. `synthetic` means the built-in language. `random` means uniformly random ids below `model.vocab_size`, for
-    /// speed measurements. `mixture` means the sources in the key `mixture`, and is set automatically. Any other value is the path of a
-    /// file or folder, or a glob. In a folder, the files of known kinds are read in order of their names. Files contain text, JSON Lines,
-    /// JSON arrays, Parquet, or token ids. Files of text and JSON may be compressed with gzip or zstd.
+    /// speed measurements. `mixture` means the sources in the key `mixture`, and is set automatically. Any other value of `source` is the
+    /// path of a file or folder, or a glob. In a folder, the files of known kinds are read in order of their names. Files contain text,
+    /// JSON Lines, JSON arrays, Parquet, or token ids. Files of text and JSON may be compressed with gzip or zstd.
     pub source: String,
     /// The IDX file (the file format of MNIST) with the labels of the images in `source`. Only image classifiers (`model.image_size`) have
     /// labels.
@@ -27,8 +27,8 @@ pub struct DataConfig {
     /// Whether to read a file as plain bytes, even if it begins like an archive, an image or another binary format.
     #[serde(skip_serializing_if = "is_default")]
     pub bytes: bool,
-    /// The tokenizer of text: the path of a `tokenizer.json`, or of a folder that contains a `tokenizer.json`. If empty, the tokenizer of
-    /// the model in `train.init_from` is used. Without such a model, each byte is a token.
+    /// The tokenizer of text: the path of a `tokenizer.json`, or of a folder that contains a `tokenizer.json`. If `tokenizer` is empty, the
+    /// tokenizer of the model in `train.init_from` is used. If both keys are empty, each byte of a text is a token.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub tokenizer: String,
     /// The token before each document: `auto` for the token that the tokenizer's files specify, `none` for no token, or the token's text.
@@ -59,13 +59,13 @@ pub struct DataConfig {
     /// the run leaves the row out, counts it, and reports it.
     #[serde(skip_serializing_if = "is_default")]
     pub on_error: OnError,
-    /// Folder of token caches. If empty, the token caches are in the folder `nibble/data` of the user's cache folder.
+    /// Folder of token caches. If `cache_dir` is empty, the token caches are in the folder `nibble/data` of the user's cache folder.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub cache_dir: String,
     /// Number of tokens of a sequence.
     pub seq_len: usize,
-    /// Whether documents in one sequence are separated. If so, positions restart at each document, and no token attends to or predicts a
-    /// token of another document.
+    /// Whether documents in one sequence are separated. If documents are separated, positions restart at each document, and no token
+    /// attends to or predicts a token of another document.
     #[serde(skip_serializing_if = "is_default")]
     pub document_mask: bool,
     /// Fraction of the tokens that is held out for evaluation. The held-out tokens are whole documents at the end, or the end of a single

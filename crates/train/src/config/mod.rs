@@ -63,8 +63,9 @@ pub use validate::MOST_THREADS;
 pub(crate) use validate::check_model;
 
 /// All settings that determine a run. On one kind of device, two runs with equal configurations and equal data end with equal weights. The
-/// settings in `run` may differ, except that `run.reductions = "nccl"` is not reproducible. GEMMs on a GPU and on the CPU give results that
-/// differ in the last bits. For equal weights, the value of `train.combine` that [`Config::begun_on`] sets must also be equal.
+/// settings in `run` may differ between the two runs. The exception is `run.reductions = "nccl"`, which is not reproducible. GEMMs on a GPU
+/// and on the CPU give results that differ in the last bits. For equal weights, the value of `train.combine` that [`Config::begun_on`] sets
+/// must also be equal.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
@@ -82,8 +83,8 @@ pub struct Config {
     pub eval: EvalConfig,
     /// How often checkpoints are written and how many are kept on disk.
     pub checkpoint: CheckpointConfig,
-    /// The run's output folder and hardware. These settings do not change what is computed. Only two of these settings change the last bits
-    /// of results: the device (in GEMMs) and `reductions = "nccl"` (in sums).
+    /// The run's output folder and hardware. The settings in `run` do not change what a run computes. Only two settings in `run` change the
+    /// last bits of results: the device (in GEMMs) and `reductions = "nccl"` (in sums).
     pub run: RunConfig,
     /// The tokenizer, after it has been opened.
     #[serde(skip)]
@@ -115,13 +116,14 @@ pub(crate) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
-    /// Weights to start from: a Hugging Face model folder, a run, or a checkpoint of a run. The run then reads the keys of `[model]` from
-    /// this source, except the keys of losses and positions. The optimizer state starts at zero. If empty, the weights are random.
+    /// Weights to start from: a Hugging Face model folder, a run, or a checkpoint of a run. The source of the weights also determines the
+    /// keys of `[model]`, except the keys of losses and positions. The optimizer state starts at zero, unless `init_state` is `all`. If
+    /// `init_from` is empty, the weights are random.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub init_from: String,
     /// What the run takes from the checkpoint in `init_from`. With `weights`, the run takes only the weights. With `all`, the run also
-    /// takes the optimizer state, the step and the position in the data. The run then continues the other run under another recipe or other
-    /// settings.
+    /// takes the optimizer state, the step and the position in the data. With `all`, the run continues the run of the checkpoint under
+    /// another recipe or other settings.
     #[serde(skip_serializing_if = "is_default")]
     pub init_state: InitState,
     /// Number of optimizer steps of the whole run.
@@ -139,9 +141,9 @@ pub struct TrainConfig {
     #[serde(skip_serializing_if = "is_one")]
     pub expert_shards: usize,
     /// How the output rows of a token's experts are summed. With `slots`, rows are summed in slot order and rounded once. With `tree`, rows
-    /// are summed along a binary tree over the experts and rounded at each node. Each rank then sends only one row per token. The results
-    /// of training depend on `combine`, but not on the number of ranks. If `combine` is unset, the run chooses `tree` if experts are
-    /// sharded over GPUs, otherwise `slots`. The run stores this choice at its start.
+    /// are summed along a binary tree over the experts and rounded at each node. With `tree`, each rank sends only one row per token. The
+    /// results of training depend on `combine`, but not on the number of ranks. If `combine` is unset, the run chooses `tree` if experts
+    /// are sharded over GPUs, otherwise `slots`. The run stores this choice at its start.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub combine: Option<Combine>,
     /// Peak learning rate.
@@ -165,8 +167,8 @@ pub struct TrainConfig {
     /// Global gradient norm above which gradients are clipped; 0 means no clipping.
     pub clip_norm: f64,
     /// The amount by which each step changes an expert's bias under `model.router_bias` ([arXiv
-    /// 2408.15664](https://arxiv.org/abs/2408.15664)). The bias rises if fewer token slots than the mean selected the expert, and falls if
-    /// more did. 0 means constant biases.
+    /// 2408.15664](https://arxiv.org/abs/2408.15664)). An expert's bias rises if the expert received fewer token slots than the mean, and
+    /// falls if the expert received more. 0 means constant biases.
     #[serde(skip_serializing_if = "is_usual_bias_rate")]
     pub router_bias_rate: f64,
     /// Whether training tokens are assigned to experts round-robin, regardless of the router, for speed measurements. All experts get
@@ -309,13 +311,13 @@ pub struct CheckpointConfig {
     pub keep_spikes: usize,
     /// Whether the run writes a checkpoint at its end.
     pub at_end: bool,
-    /// Size in GiB of the host memory that buffers checkpoints between device and disk. The ranks of a host share this memory equally. With
-    /// a GPU, this memory is page-locked and stays allocated until the run ends. If a checkpoint fits into this memory, the checkpoint is
-    /// copied while the next step computes. A larger checkpoint delays the optimizer of the next step until the rest of the checkpoint has
-    /// been written to disk.
+    /// Size in GiB of the host memory that buffers checkpoints between device and disk. The ranks of a host share the buffer memory
+    /// equally. With a GPU, the buffer memory is page-locked and stays allocated until the run ends. If a checkpoint fits into the buffer
+    /// memory, the checkpoint is copied while the next step computes. A checkpoint that exceeds the buffer memory delays the optimizer of
+    /// the next step until the rest of the checkpoint has been written to disk.
     pub host_gib: usize,
-    /// Upper limit of the size of a tensor file in MiB; 0 means one file for all tensors. A tensor that exceeds this limit has a file of
-    /// its own.
+    /// Upper limit of the size of a tensor file in MiB; 0 means one file for all tensors. A tensor that is larger than `file_mib` has a
+    /// file of its own.
     #[serde(skip_serializing_if = "is_usual_file")]
     pub file_mib: usize,
 }
@@ -330,8 +332,8 @@ impl Default for CheckpointConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RunConfig {
-    /// Directory for the run's metrics, checkpoints and plot. If empty, the directory is `runs/NAME`, where NAME is the configuration's
-    /// name.
+    /// Directory for the run's metrics, checkpoints and plot. If `dir` is empty, the directory is `runs/NAME`, where NAME is the
+    /// configuration's name.
     pub dir: String,
     /// The device of the run: `cpu`, `cuda`, `cuda:N` or `auto`. `cuda` means one Hopper GPU for each rank, and `cuda:N` means the GPU with
     /// index N in the driver. `auto` means Hopper GPUs if there are enough, otherwise the CPU. GEMMs on a GPU and on the CPU give results
@@ -351,8 +353,8 @@ pub struct RunConfig {
     #[serde(skip_serializing_if = "is_usual_capacity")]
     pub capacity_factor: f64,
     /// How gradients are summed over ranks. With `tree`, the order of the summation does not depend on the number of ranks or on the kind
-    /// of device. With `nccl`, which works on GPUs only, the order depends on NCCL's version, the GPUs and their links. The run's bits are
-    /// then not reproducible on another machine.
+    /// of device. With `nccl`, which works on GPUs only, the order depends on NCCL's version, the GPUs and their links. With `nccl`, the
+    /// bits of a run are not reproducible on another machine.
     #[serde(skip_serializing_if = "is_default")]
     pub reductions: Reductions,
     /// Number of worker threads over all ranks; 0 means one thread per core.
@@ -437,9 +439,9 @@ impl Config {
     }
 
     /// The configuration with which a run starts on devices of this kind. The returned configuration has a value for `train.combine`. If
-    /// experts are sharded over GPUs, `train.combine` is `tree`, because sending one row per token slot would dominate the traffic. But
-    /// `train.combine` is `slots` if `top_k` exceeds the limit of the GPU's tree sum, or if the recipe quantizes the rows that experts
-    /// return.
+    /// experts are sharded over GPUs, `train.combine` is `tree`, because sending one row per token slot would dominate the traffic.
+    /// `train.combine` is `slots` instead if `top_k` exceeds the limit of the GPU's tree sum, or if the recipe quantizes the rows that
+    /// experts return.
     #[must_use]
     pub fn begun_on(&self, kind: DeviceKind, recipe: &Recipe) -> Self {
         let mut begun = self.clone();

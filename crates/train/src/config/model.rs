@@ -17,7 +17,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelConfig {
-    /// Number of rows of the embedding; 0 means the vocabulary size of the data. For an image classifier, this is the number of classes.
+    /// Number of rows of the embedding; 0 means the vocabulary size of the data. For an image classifier, `vocab_size` is the number of
+    /// classes.
     pub vocab_size: usize,
     /// Side in pixels of the square images of an image classifier; 0 means a language model. Images must have a single channel.
     #[serde(skip_serializing_if = "is_default")]
@@ -117,11 +118,11 @@ pub struct ModelConfig {
     /// Whether the output head shares the embedding's weight.
     pub tie_embeddings: bool,
     /// Weight of the load-balancing loss. The loss is summed over layers with experts and averaged over a step's shards and micro-batches.
-    /// Under `balance = "shard"`, the loss of one layer and one shard is (number of experts) · Σ f · p, summed over the experts. Here f is
-    /// the fraction of the shard's token slots that the expert gets, and p is the expert's mean probability in the shard. Under uniform
-    /// routing, this loss is 1. The setting `train.shards` therefore determines the number of tokens over which the loss balances the
-    /// experts. The load-balancing loss of `transformers` is defined differently. In an exported `config.json`, `router_aux_loss_coef` is
-    /// therefore this weight times (number of layers with experts) / `top_k`.
+    /// Under `balance = "shard"`, the loss of one layer and one shard is (number of experts) · Σ f · p, summed over the experts. In this
+    /// formula, f is the fraction of the shard's token slots that the expert gets, and p is the expert's mean probability in the shard.
+    /// Under uniform routing, the load-balancing loss is 1. The setting `train.shards` therefore determines the number of tokens over which
+    /// the loss balances the experts. The load-balancing loss of `transformers` is defined differently. In an exported `config.json`,
+    /// `router_aux_loss_coef` is therefore `aux_loss_coef` times (number of layers with experts) / `top_k`.
     pub aux_loss_coef: f64,
     /// The set of tokens over which the load-balancing loss balances experts: `shard`, `sequence`, or `batch`. `batch` gives the loss of
     /// `transformers`.

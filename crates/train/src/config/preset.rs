@@ -78,8 +78,8 @@ pub fn preset_names() -> impl Iterator<Item = &'static str> {
     PRESETS.iter().map(|(name, _)| *name).chain(MODELS.iter().map(|(name, ..)| *name))
 }
 
-/// The names of one small built-in configuration per model family. With these configurations, a user can try all features of a family in
-/// seconds.
+/// The names of one small built-in configuration per model family. With the small configurations, a user can try all features of a model
+/// family in seconds.
 pub fn tiny_models() -> impl Iterator<Item = &'static str> {
     MODELS.iter().filter(|(.., rest)| *rest == TINY).map(|(name, ..)| *name)
 }

@@ -17,8 +17,8 @@ pub enum RopeScalingKind {
     Yarn,
 }
 
-/// The table `[model.rope_scaling]`. Most of its keys are named as in `rope_parameters` of a Hugging Face `config.json`.
-/// [`crate::layers::rope_table`] has the formulas.
+/// The table `[model.rope_scaling]`. Most keys of `[model.rope_scaling]` have the same names as in `rope_parameters` of a Hugging Face
+/// `config.json`. [`crate::layers::rope_table`] has the formulas.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RopeScaling {

@@ -79,9 +79,10 @@ impl Config {
         }
     }
 
-    /// The tokenizer of the data. The tokenizer comes from `data.tokenizer`, or from the model in `train.init_from`. Without these keys,
-    /// tokens are bytes (for text), ids (for files of token ids), or symbols (for the built-in language). Random tokens have no tokenizer.
-    /// The first call opens the tokenizer's file. The opened tokenizer is then shared by this value and its later clones.
+    /// The tokenizer of the data. The tokenizer comes from `data.tokenizer`, or from the model in `train.init_from`. Without
+    /// `data.tokenizer` and `train.init_from`, tokens are bytes (for text), ids (for files of token ids), or symbols (for the built-in
+    /// language). Random tokens have no tokenizer. The first call opens the tokenizer's file. The configuration and its later clones then
+    /// share the opened tokenizer.
     ///
     /// # Errors
     /// Returns the errors of [`tokenizer::open`] and [`Initial::open`].
@@ -212,8 +213,8 @@ impl Config {
         }
     }
 
-    /// What one token is called in messages, such as `byte` or `token`. A token of a tokenizer that can no longer be opened is called `token`,
-    /// because only other tokenizers than the byte tokenizer need a file.
+    /// What one token is called in messages, such as `byte` or `token`. If the tokenizer can no longer be opened, a token is called
+    /// `token`, because such a tokenizer is not the byte tokenizer, which needs no file.
     #[must_use]
     pub fn unit(&self) -> &'static str {
         if self.model.sees_images() {

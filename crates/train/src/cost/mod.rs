@@ -47,7 +47,7 @@ impl KindCost {
         }
     }
 
-    /// Number of multiply-adds of these layers in a step.
+    /// Number of multiply-adds in a step of all layers of this kind.
     #[must_use]
     pub fn total(&self) -> f64 {
         self.products.iter().map(|products| products.multiply_adds).sum()
@@ -78,7 +78,7 @@ pub struct Cost {
     /// Number of multiply-adds of attention's products with keys and values, forward and backward. Only query-key pairs that the causal
     /// mask and sliding windows leave are counted.
     pub attention: f64,
-    /// For each technique that the recipe uses, the amount of its work in a step.
+    /// The amount of work in a step of each technique (such as stochastic rounding) that the recipe uses.
     pub techniques: BTreeMap<Technique, f64>,
 }
 

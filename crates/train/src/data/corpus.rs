@@ -105,7 +105,7 @@ impl Corpus {
         Ok(Self { sources, mixture, seq_len: config.seq_len, vocab_size, sha256 })
     }
 
-    /// SHA-256 of the tokens. For a mixture, this is the SHA-256 of the shares and the hashes of all sources.
+    /// SHA-256 of the tokens. For a mixture, the hash covers the shares and the hashes of all sources.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
@@ -157,7 +157,7 @@ impl Corpus {
         (tokens, tokens.order.start(own))
     }
 
-    /// Number of complete held-out sequences. The sequences do not overlap. The held-out sequences of the first source have the first
+    /// Number of complete held-out sequences. Held-out sequences do not overlap. The held-out sequences of the first source have the first
     /// numbers, followed by those of the next source.
     pub fn valid_windows(&self) -> usize {
         self.sources.iter().map(|tokens| tokens.valid_windows(self.seq_len)).sum()

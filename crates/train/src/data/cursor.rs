@@ -5,9 +5,9 @@ use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 /// The order in which an epoch visits the windows (training sequences) of a text.
 ///
 /// An epoch cuts the text into windows of `seq_len` tokens. The first window begins at a random offset (the phase) below `seq_len`. The
-/// epoch visits each window once, in an order given by a Feistel permutation. The permutation needs no table and no state, and is the same
-/// for every rank and after every resume. Because each epoch has another phase, a target appears at every position of a window over the
-/// epochs.
+/// epoch visits each window once, in an order given by a Feistel permutation. The Feistel permutation needs no table and no stored state,
+/// and is the same for every rank and after every resume. Because each epoch has another random offset, a target appears at different
+/// positions of a window in different epochs.
 #[derive(Debug, Clone, Copy)]
 pub struct WindowOrder {
     windows: Permutation,
@@ -59,8 +59,8 @@ impl Permutation {
 const ROUNDS: u64 = 4;
 
 impl WindowOrder {
-    /// The order of windows for a text of `tokens` tokens. A window has `seq_len` inputs and one more token as the last target. So `tokens`
-    /// must be at least `seq_len + 1`; otherwise a window would not lie inside the text.
+    /// The order of windows for a text of `tokens` tokens. A window has `seq_len` inputs and one more token as the last target. Therefore
+    /// `tokens` must be at least `seq_len + 1`, so that every window lies inside the text.
     #[must_use]
     pub fn new(tokens: usize, seq_len: usize, seed: u64) -> Self {
         let (tokens, seq_len) = (tokens as u64, (seq_len as u64).max(1));

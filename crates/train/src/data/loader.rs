@@ -14,7 +14,8 @@ use std::thread::{Builder, JoinHandle};
 pub struct StepBatches {
     /// This rank's share of each micro-batch.
     pub micro_batches: Vec<Batch>,
-    /// Number of targets in all micro-batches of the step, over all ranks. The trainer divides the sum of the losses by this number.
+    /// Number of targets in all micro-batches of the step, over all ranks. The trainer divides the sum of the losses by this number of
+    /// targets.
     pub counted: u64,
 }
 
@@ -33,7 +34,7 @@ impl StepBatches {
     }
 }
 
-/// Determines which sequences one rank processes in each micro-batch. The result is a pure function of the step.
+/// Determines which sequences one rank processes in each micro-batch. The sequences are a pure function of the step.
 #[derive(Debug, Clone)]
 pub struct BatchPlan {
     /// The data of the run.

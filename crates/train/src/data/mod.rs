@@ -76,7 +76,7 @@ pub struct Batch {
     /// Token ids \[sequences, seq_len\]. `targets[s, t]` is the token that follows `inputs[s, t]`, or [`NO_TARGET`].
     pub targets: Vec<i32>,
     /// With `data.document_mask`: for each token, the index within its sequence at which the token's document begins, \[sequences,
-    /// seq_len\]. Without this setting, the list is empty.
+    /// seq_len\]. Without `data.document_mask`, the list is empty.
     pub starts: Vec<i32>,
     /// Number of sequences.
     pub sequences: usize,
@@ -355,7 +355,7 @@ impl Dataset {
         }
     }
 
-    /// Number of complete held-out sequences. The sequences do not overlap.
+    /// Number of complete held-out sequences. Held-out sequences do not overlap.
     #[must_use]
     pub fn valid_windows(&self) -> usize {
         match &self.source {

@@ -34,12 +34,12 @@ impl TokenStream {
         Self { ids: bytes, width: 1, documents, unlearnt, sha256 }
     }
 
-    /// A stream of the tokens in a token cache, of which the arguments are the parts.
+    /// Creates the token stream of a token cache from the parts of the cache.
     pub fn of_parts(ids: Region, width: usize, documents: Region, unlearnt: Region, sha256: String) -> Self {
         Self { ids, width, documents, unlearnt, sha256 }
     }
 
-    /// SHA-256 of the tokens. If the stream is one document of bytes, this is the SHA-256 of the bytes.
+    /// SHA-256 of the tokens. If the stream is one document of bytes, the result is the SHA-256 of the bytes.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
@@ -152,8 +152,8 @@ impl TokenStream {
     }
 
     /// Index of the first token that is held out from training. If the stream is a single document, any token can be the first held-out
-    /// token. If the stream has several documents, the first held-out token begins a document. At most the fraction `valid_fraction` of the
-    /// tokens is then held out.
+    /// token. If the stream has several documents, the first held-out token begins a document. With several documents, at most the fraction
+    /// `valid_fraction` of the tokens is held out.
     pub fn split(&self, valid_fraction: f64) -> Result<usize> {
         let at = self.len() as f64 * (1.0 - valid_fraction);
         match self.documents() {

@@ -68,8 +68,8 @@ impl Survey {
     /// called for every row that is left out, and `watch` receives the progress.
     ///
     /// # Errors
-    /// Returns [`crate::Error::Data`] for files that cannot be read. Unless unreadable rows are left out, also returns this error for the
-    /// first unreadable row.
+    /// Returns [`crate::Error::Data`] for files that cannot be read. Unless unreadable rows are left out, also returns
+    /// [`crate::Error::Data`] for the first unreadable row.
     pub fn of(
         config: &Config,
         sources: &[String],

@@ -108,7 +108,7 @@ impl Language {
         Self { successors }
     }
 
-    /// The record with this index in a split of the language. The record is a pure function of `seed`, `split` and `index`.
+    /// Record number `index` of the training or held-out records. The record is a pure function of `seed`, `split` and `index`.
     #[must_use]
     pub fn record(&self, seed: u64, split: Split, index: u64) -> [i32; RECORD_TOKENS] {
         let name = match split {

@@ -76,7 +76,7 @@ impl Beginning {
     /// the request differ from the ids of the concatenation. Trailing spaces of the context are moved to the continuation. An empty context
     /// is replaced by the tokens that precede a text.
     ///
-    /// The rules are the same as in `loglikelihood` and `_encode_pair` of lm-evaluation-harness.
+    /// The rules of this tokenization are the same as in `loglikelihood` and `_encode_pair` of lm-evaluation-harness.
     ///
     /// # Errors
     /// Returns an error for a text that cannot be tokenized.

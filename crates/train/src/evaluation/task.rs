@@ -42,14 +42,14 @@ pub struct Score {
     pub error: f64,
 }
 
-/// The scores of a task, by three rules for the choice that counts as the model's answer.
+/// The accuracies of a model on a task, under three rules that determine the model's answer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scored {
-    /// Accuracy if the choice with the largest log-likelihood is the answer.
+    /// Accuracy if the choice with the largest log-likelihood counts as the model's answer.
     pub acc: Score,
-    /// Accuracy if the choice with the largest log-likelihood per character is the answer.
+    /// Accuracy if the choice with the largest log-likelihood per character counts as the model's answer.
     pub acc_norm: Score,
-    /// Accuracy if the choice with the largest log-likelihood per UTF-8 byte is the answer.
+    /// Accuracy if the choice with the largest log-likelihood per UTF-8 byte counts as the model's answer.
     pub acc_bytes: Score,
 }
 

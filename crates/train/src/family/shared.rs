@@ -261,7 +261,8 @@ pub const MIXTURE: [Field; 3] = [
 /// The key in `config.json` for the weight of the load-balancing loss of `transformers`.
 pub const AUX: &str = "router_aux_loss_coef";
 
-/// Reads the weight of the load-balancing loss of `transformers`. This loss is computed over all layers together.
+/// Reads the weight of the load-balancing loss of `transformers`. The load-balancing loss of `transformers` is computed over all layers
+/// together.
 ///
 /// # Errors
 /// Returns [`crate::Error::Config`] if the weight is missing or not a number.

@@ -35,7 +35,7 @@ const KINDS: [(&str, LayerAttention); 2] =
 ///
 /// # Errors
 /// Returns [`crate::Error::Config`] for sliding layers without a window size, and for kinds of layers that the decoder does not have. Also
-/// returns this error if all layers of the family are of one kind and `layer_types` contradicts this.
+/// returns [`crate::Error::Config`] if `layer_types` contradicts a family whose layers are all of one kind.
 pub fn read_windows(json: &ConfigJson, model: &mut ModelConfig, of: Windowed) -> Result<()> {
     use LayerAttention::{Full, Sliding};
     // The configuration classes' default of `max_window_layers`.

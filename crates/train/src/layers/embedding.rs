@@ -11,7 +11,7 @@ use nibble_core::{Error, Kernels, Operand, Result, Tensor};
 /// weight directly. Only a tied head quantizes or converts copies of the weight for matrix products.
 #[derive(Debug, Clone)]
 pub struct Embedding<B: Kernels> {
-    /// The embedding weight `[v, d]`. For images, this is the weight `[d, p]` of the linear layer that embeds patches.
+    /// The embedding weight `[v, d]`. For images, `weight` is the weight `[d, p]` of the linear layer that embeds patches.
     pub weight: Param<B>,
     /// The additional parts of an embedding of images; `None` for a language model.
     pub patches: Option<Patches<B>>,

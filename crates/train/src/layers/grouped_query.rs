@@ -37,8 +37,8 @@ pub struct GroupedQuery<B: Kernels> {
     /// The table `[seq_len, c]` of cosines and sines from [`rope_table`](super::rope_table), with one row per position. All layers of the
     /// model share this table.
     pub rope: Tensor<B>,
-    /// Whether the forward pass saves normalized and rotated queries and keys. If not, the backward pass recomputes them. If queries and
-    /// keys have no norm, they are always saved.
+    /// Whether the forward pass saves normalized and rotated queries and keys. If `keep_heads` is false, the backward pass recomputes
+    /// queries and keys. If queries and keys have no norm, they are always saved.
     pub keep_heads: bool,
 }
 

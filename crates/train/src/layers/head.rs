@@ -21,7 +21,7 @@ use nibble_core::recipe::{Layer, LayerKind, LayerPlan};
 use nibble_core::{DType, Data, Error, Kernels, Operand, Result, Tensor};
 use std::sync::Arc;
 
-/// The gradient of the head's input. The forward pass computes and saves this gradient.
+/// The gradient of the head's input. The forward pass of the head computes and saves the gradient of the head's input.
 #[derive(Debug)]
 pub struct HeadSaved<B: Kernels> {
     layer: String,
@@ -42,8 +42,8 @@ pub struct HeadInput<'a, B: Kernels> {
     pub x_td: &'a Tensor<B>,
     /// The target token of each row. Rows with a negative target do not contribute to the loss.
     pub targets: &'a B::Buf<i32>,
-    /// Number of parts with equally many rows. The losses are summed separately over each part. If gradients are computed, each of the
-    /// `shards` parts is one shard of the pass.
+    /// Number of parts into which the rows are divided. All parts have equally many rows. The losses are summed separately over each part.
+    /// If gradients are computed, each of the `shards` parts is one shard of the pass.
     pub shards: usize,
 }
 

@@ -105,7 +105,7 @@ impl<B: Kernels> Heads<B> {
         }
     }
 
-    /// Computes the gradient of the input of [`Heads::forward`] from `dy`, the gradient of its result.
+    /// Computes the gradient of the input `x` of [`Heads::forward`] from `dy`, the gradient of the output.
     pub fn backward(
         &mut self,
         cx: &Cx<'_, B>,

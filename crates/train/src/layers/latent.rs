@@ -100,8 +100,8 @@ pub struct Latent<B: Kernels> {
     pub shape: LatentShape,
     /// The factor by which attention scores are multiplied.
     pub scale: f32,
-    /// The projection `[p, d]` to the latent vector of the queries. Without such a latent, the projection `[h·(n + r), d]` directly to the
-    /// queries.
+    /// The projection `[p, d]` to the latent vector of the queries. If queries have no latent vector, `q` is the projection `[h·(n + r),
+    /// d]` directly to the queries.
     pub q: Linear<B>,
     /// The projection `[h·(n + r), p]` from the latent vector of the queries; `None` if queries have no latent.
     pub q_up: Option<LatentUp<B>>,
@@ -116,10 +116,11 @@ pub struct Latent<B: Kernels> {
     pub o: Linear<B>,
     /// The table `[positions, r]` of cosines and sines from [`rope_table`](super::rope_table). All layers of the model share this table.
     pub rope: Tensor<B>,
-    /// Whether the forward pass saves normalized latents in the form that their projections read. If not, the backward pass recomputes the
-    /// normalized latents.
+    /// Whether the forward pass saves normalized latents in the form that their projections read. If `keep_normed` is false, the backward
+    /// pass recomputes the normalized latents.
     pub keep_normed: bool,
-    /// Whether the forward pass saves queries, keys and values. If not, the backward pass recomputes them from the latents.
+    /// Whether the forward pass saves queries, keys and values. If `keep_heads` is false, the backward pass recomputes queries, keys and
+    /// values from the latents.
     pub keep_heads: bool,
 }
 

@@ -75,9 +75,9 @@ pub(super) struct Asked {
     pub bytes: bool,
     /// The key or column that contains the text of a document.
     pub text_key: String,
-    /// The keys of prompt and answer. If they are set, they replace `text_key`.
+    /// The keys of prompt and answer. If the two keys are set, they replace `text_key`.
     pub pair: Option<[String; 2]>,
-    /// The key and the chat template of conversations. If they are set, they replace `text_key` and `pair`.
+    /// The key and the chat template of conversations. If conversations are read, the key of conversations replaces `text_key` and `pair`.
     pub chat: Option<Chat>,
     /// The token id that ends a document in files of token ids.
     pub end: Option<u32>,
@@ -133,8 +133,8 @@ pub(super) trait Pieces: Send {
 /// A row of a file.
 #[derive(Debug)]
 pub(super) struct Row {
-    /// The row's number in the file, counted from 1 in the file format's unit, such as lines. If the row is a piece of a longer document,
-    /// this is the number of the piece's first byte or token.
+    /// The row's number in the file, counted from 1 in the file format's unit, such as lines. For a piece of a longer document, `number` is
+    /// the number of the piece's first byte or token.
     pub number: u64,
     /// The text or token ids of the row, or the reason why the row cannot be read. If a row cannot be read, later rows of the file can
     /// still be read.
