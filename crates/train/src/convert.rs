@@ -420,8 +420,9 @@ impl<B: Kernels> Cx<'_, B> {
         transform.hadamard(self.seed, linear, step, self.clock.as_ref())
     }
 
-    /// The delayed scales of a tensor with this many row ranges (spans). Returns `None` without delayed scaling, and in a pass that no
-    /// backward pass follows. In inference, quantization measures the tensor itself instead, and no amax history changes.
+    /// The delayed scales of a tensor: one scale for each of the tensor's row ranges (spans). Returns `None` without delayed scaling, and
+    /// in a pass that no backward pass follows. In inference, the quantization computes its scales from the tensor itself, and no amax
+    /// history changes.
     pub fn earlier_scales(
         &self,
         name: &str,

@@ -51,7 +51,8 @@ pub struct Cx<'a, B: Kernels> {
     pub counted: RefCell<Counted<B>>,
     /// Gradients that have not yet been summed over ranks.
     pub buckets: RefCell<Buckets<B>>,
-    /// In training, the amax histories for delayed scales. If `None`, each quantization measures its tensor to compute the scales.
+    /// In training, the amax histories for delayed scales. If `delayed` is `None`, each quantization computes its scales from the tensor
+    /// that it quantizes.
     pub delayed: Option<DelayedRecords<B>>,
     /// The layers in which the current step compares quantized values with the original values; `None` if this step measures nothing.
     pub measures: Option<LayerSample>,
@@ -60,8 +61,8 @@ pub struct Cx<'a, B: Kernels> {
 }
 
 impl<'a, B: Kernels> Cx<'a, B> {
-    /// A context for inference. The recipe's precisions are those at point `progress` of training. The output rows of a token's experts are
-    /// summed in slot order, and no exchange between ranks can overflow.
+    /// A context for inference. The context uses the precisions that the recipe has at point `progress` of training. The output rows of a
+    /// token's experts are summed in slot order, and no exchange between ranks can overflow.
     pub fn inference(b: &'a B, mesh: Mesh<'a, B>, recipe: &Recipe, shards: Shards<B>, progress: f64) -> Self {
         Self::under(b, mesh, Arc::new(LayerPlans::new(recipe.clone())), shards, progress)
     }
@@ -98,7 +99,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
         }
     }
 
-    /// The same context, in which each query attends to the keys that `sight` gives for the query.
+    /// Replaces the field `sight` of the context, which determines the keys that each query attends to.
     pub fn with_sight(self, sight: Sight<B>) -> Self {
         Self { sight, ..self }
     }
@@ -139,7 +140,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
         self.plan_keeping(layer, false)
     }
 
-    /// The plan of a layer at this point of the run, with `keep_a` of [`Passes::Both`].
+    /// The plan of a layer at this point of the run. `keep_a` has the same meaning as in [`Passes::Both`].
     pub fn plan_keeping(&self, layer: &Layer, keep_a: bool) -> Arc<LayerPlan> {
         let passes = if self.training { Passes::Both { keep_a } } else { Passes::Forward };
         self.plans.plan(layer, self.progress, passes)

@@ -11,8 +11,8 @@ use std::path::{Component, Path, PathBuf};
 /// The extension of a tensor file.
 const SUFFIX: &str = ".safetensors";
 
-/// Groups tensors in order into files of at most `most_bytes` bytes of values (0: one file). A tensor that is larger than `file_mib` has a
-/// file of its own.
+/// Groups tensors in order into files of at most `most_bytes` bytes of values (0: one file). A tensor that exceeds this limit has a file of
+/// its own.
 pub(crate) fn divided<T>(tensors: &[T], spec: impl Fn(&T) -> &TensorSpec, most_bytes: usize) -> Vec<&[T]> {
     let most = if most_bytes == 0 { usize::MAX } else { most_bytes };
     let bytes = |tensor| spec(tensor).num_bytes();

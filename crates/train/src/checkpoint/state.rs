@@ -74,7 +74,7 @@ pub struct State {
     layout: u32,
     /// The training progress of the run when the checkpoint was written.
     pub position: Position,
-    /// Every file of the checkpoint except the file that stores this list.
+    /// All files of the checkpoint, except the file in which the list itself is stored.
     pub files: Vec<FileEntry>,
     /// SHA-256 of `state.json` with 64 zeros in place of this value. The hash protects the other fields.
     sha256: String,

@@ -77,8 +77,8 @@ pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
 /// Checks that a configuration and a recipe fit each other.
 ///
 /// # Errors
-/// Returns an error if sizes overflow, if an override matches no layer, if the recipe's blocks do not divide the batch, or if the recipe
-/// quantizes rows in a way that `train.combine` does not allow.
+/// Returns an error if sizes overflow, if an override matches no layer, or if the recipe's blocks do not divide the batch. Also returns an
+/// error if the recipe quantizes rows in a way that `train.combine` does not allow.
 pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
     check_sizes(config)?;
     check_blocks(config, recipe)?;

@@ -44,8 +44,8 @@ impl Config {
     /// Each override has the form `key=value`, with a dotted key and a TOML value; a bare word is a string.
     ///
     /// The returned configuration is validated and has no open values: `model.vocab_size` and `run.dir` are filled in. In a user's file, a
-    /// setting that is not used is an error. In a file that a run has stored, unused settings are no errors, because such a file contains
-    /// every key.
+    /// setting that is not used is an error. In a configuration file that a run has written, unused settings are allowed, because the run
+    /// writes every key.
     ///
     /// # Errors
     /// Returns [`Error::Config`] for an unknown name or key, a wrong type, an impossible value, or an unused setting. Returns [`Error::Io`]
@@ -75,8 +75,8 @@ impl Config {
         Self::asked(&read_text(path)?, path, overrides)
     }
 
-    /// Loads the configuration that a run has stored, which contains every key. Then applies `overrides`, which are checked like a user's
-    /// settings.
+    /// Loads the configuration that a run has stored, which contains every key. Then applies `overrides`, and checks them in the same way
+    /// as the settings in a user's file.
     ///
     /// # Errors
     /// Returns the same errors as [`Config::load`], except that the file may contain unused settings.
@@ -263,8 +263,8 @@ impl Config {
     /// The keys that affect a run's results and differ between `earlier` and `self`. Each string has the form `key: earlier → now`. A
     /// resumed run should refuse to start if the returned list is not empty. The list ignores settings that change reports and speed but no
     /// weight: the tables `eval`, `checkpoint` and `run`, and the keys `train.recompute` and `train.quantization_every`. The setting
-    /// `run.reductions = "nccl"` is ignored too, although its sums are not reproducible. `train.combine` is ignored if `self` leaves the
-    /// key unset.
+    /// `run.reductions = "nccl"` is ignored too, although sums with NCCL are not reproducible. `train.combine` is ignored if `self` leaves
+    /// the key unset.
     ///
     /// # Errors
     /// The errors of [`Config::resolved_toml`].

@@ -143,7 +143,7 @@ pub struct TrainConfig {
     /// How the output rows of a token's experts are summed. With `slots`, rows are summed in slot order and rounded once. With `tree`, rows
     /// are summed along a binary tree over the experts and rounded at each node. With `tree`, each rank sends only one row per token. The
     /// results of training depend on `combine`, but not on the number of ranks. If `combine` is unset, the run chooses `tree` if experts
-    /// are sharded over GPUs, otherwise `slots`. The run stores this choice at its start.
+    /// are sharded over GPUs, otherwise `slots`. A run in which `combine` is unset stores the chosen value at its start.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub combine: Option<Combine>,
     /// Peak learning rate.
@@ -471,7 +471,7 @@ impl Config {
         if self.model.max_positions == 0 { self.data.seq_len } else { self.model.max_positions }
     }
 
-    /// Number of sequences of one optimizer step. The data cursor advances by this number in each step.
+    /// Number of sequences of one optimizer step. Each step advances the data cursor by this number of sequences.
     #[must_use]
     pub fn sequences_per_step(&self) -> u64 {
         (self.train.batch_size * self.train.grad_accum) as u64
@@ -495,8 +495,8 @@ impl Config {
         !self.has_own_tokens()
     }
 
-    /// The complete configuration as TOML. Keys are in a fixed order, so equal configurations give equal text. Loading this text gives the
-    /// same configuration.
+    /// The complete configuration as TOML. Keys are in a fixed order, so equal configurations give equal text. Loading the TOML text gives
+    /// the same configuration again.
     ///
     /// # Errors
     /// Returns [`Error::Config`] if a number has no TOML form. [`Config::validate`] also refuses numbers without a TOML form.

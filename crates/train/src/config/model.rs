@@ -151,7 +151,7 @@ pub struct ModelConfig {
 
 impl ModelConfig {
     /// Width of one head's values, after the default of the key `value_head_dim` is resolved. The attention output of a head has the same
-    /// width.
+    /// width as the head's values.
     #[must_use]
     pub fn value_head_dim(&self) -> usize {
         if self.value_head_dim == 0 { self.head_dim } else { self.value_head_dim }

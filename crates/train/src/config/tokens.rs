@@ -157,8 +157,8 @@ impl Config {
         self.data.source != RANDOM || own.to_json() != Bytes.to_json()
     }
 
-    /// The tokens that are added before and after each document, according to `data.bos_token` and `data.eos_token`. With `data.source =
-    /// "random"`, no tokens are added.
+    /// The tokens that are added before and after each document, according to `data.bos_token` and `data.eos_token`. If `data.source` is
+    /// `random`, no tokens are added.
     ///
     /// # Errors
     /// Returns the errors of [`Config::tokenizer`], and [`Error::Config`] if the text of a configured token is no token.
@@ -213,8 +213,8 @@ impl Config {
         }
     }
 
-    /// What one token is called in messages, such as `byte` or `token`. If the tokenizer can no longer be opened, a token is called
-    /// `token`, because such a tokenizer is not the byte tokenizer, which needs no file.
+    /// What one token is called in messages, such as `byte` or `token`. If the tokenizer's file can no longer be opened, a token is called
+    /// `token`. The byte tokenizer needs no file.
     #[must_use]
     pub fn unit(&self) -> &'static str {
         if self.model.sees_images() {

@@ -50,7 +50,7 @@ impl ImageCounts {
     /// Reads the numbers of training images and held-out images from the headers of the configured files.
     ///
     /// # Errors
-    /// Returns [`Error::Data`] if a file of images cannot be read, or if the size of its images differs from the configuration.
+    /// Returns [`Error::Data`] if a file of images cannot be read, or if the size of the images in the file differs from the configuration.
     pub fn of(config: &Config) -> Result<Self> {
         let count =
             |path: &str| -> Result<usize> { Ok(opened(Path::new(path), IMAGES, config.model.image_size)?.1) };

@@ -3,8 +3,8 @@
 use crate::spec::{ModelSpec, ParamSpec};
 use std::ops::Range;
 
-/// A range of rows of one parameter. The parameter is identified by its index in the model's canonical order. In a parameter that contains
-/// all experts of a layer, the experts' matrices are stacked along the rows.
+/// A range of rows of one parameter. The parameter is identified by its index in the model's canonical order of parameters. In a parameter
+/// that contains all experts of a layer, the experts' matrices are stacked along the rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rows {
     /// Index of the parameter.

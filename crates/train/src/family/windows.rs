@@ -95,8 +95,8 @@ fn listed_layers(json: &ConfigJson, layers: usize) -> Result<Option<Vec<LayerAtt
 }
 
 /// Writes sliding windows in the form that [`read_windows`] reads. Also writes the keys of earlier versions of `transformers`, which do not
-/// know `layer_types`. A setting that the family cannot express is not written. A model that is read from the written keys then differs
-/// from the original model.
+/// know `layer_types`. A setting that the family cannot express is not written. After such an export, a model that is read from the written
+/// keys differs from the original model.
 pub fn write_windows(model: &ModelConfig, keys: &mut Map<String, Value>, of: Windowed) {
     let window = if model.sliding_window > 0 { model.sliding_window.into() } else { Value::Null };
     let slides = !window.is_null();

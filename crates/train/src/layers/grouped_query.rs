@@ -35,7 +35,7 @@ pub struct GroupedQuery<B: Kernels> {
     /// The attention sinks `[1, h]`. A sink is an additional score of one query head that belongs to no key. `None` means no sinks.
     pub sinks: Option<Param<B>>,
     /// The table `[seq_len, c]` of cosines and sines from [`rope_table`](super::rope_table), with one row per position. All layers of the
-    /// model share this table.
+    /// model share one table of cosines and sines.
     pub rope: Tensor<B>,
     /// Whether the forward pass saves normalized and rotated queries and keys. If `keep_heads` is false, the backward pass recomputes
     /// queries and keys. If queries and keys have no norm, they are always saved.

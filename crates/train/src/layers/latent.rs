@@ -100,8 +100,8 @@ pub struct Latent<B: Kernels> {
     pub shape: LatentShape,
     /// The factor by which attention scores are multiplied.
     pub scale: f32,
-    /// The projection `[p, d]` to the latent vector of the queries. If queries have no latent vector, `q` is the projection `[h·(n + r),
-    /// d]` directly to the queries.
+    /// The projection `[p, d]` to the latent vector of the queries. If queries have no latent vector, `q` is the projection directly to the
+    /// queries, `[h·(n + r), d]`.
     pub q: Linear<B>,
     /// The projection `[h·(n + r), p]` from the latent vector of the queries; `None` if queries have no latent.
     pub q_up: Option<LatentUp<B>>,
@@ -114,7 +114,8 @@ pub struct Latent<B: Kernels> {
     pub kv_up: LatentUp<B>,
     /// The output projection, `[d, h·u]`.
     pub o: Linear<B>,
-    /// The table `[positions, r]` of cosines and sines from [`rope_table`](super::rope_table). All layers of the model share this table.
+    /// The table `[positions, r]` of cosines and sines from [`rope_table`](super::rope_table). All layers of the model share one table of
+    /// cosines and sines.
     pub rope: Tensor<B>,
     /// Whether the forward pass saves normalized latents in the form that their projections read. If `keep_normed` is false, the backward
     /// pass recomputes the normalized latents.
@@ -349,7 +350,8 @@ impl<B: Kernels> Latent<B> {
     }
 
     /// A cache of the keys and values of every head, with h·(n + r + u) values per token. A cache of the latent vectors and the shared key
-    /// would need only c + r values per token, but every generated token would have to project all latent vectors to keys and values again.
+    /// would need only c + r values per token. With such a smaller cache, every generated token would have to project all cached latent
+    /// vectors to keys and values again.
     pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
         let LatentShape { heads: kv_heads, value_dim, window, .. } = self.shape;
         let (head_dim, scale) = (self.shape.head_dim(), self.scale);
