@@ -187,8 +187,8 @@ pub struct TrainConfig {
     /// the same bits.
     pub recompute: Recompute,
     /// Number of steps between measurements of quantization; 0 means no measurements. A measurement counts the fractions of values that
-    /// stay exact, become zero, or are clipped. Each measurement covers about four layers, and successive measurements cover different
-    /// layers. Measurements change no bit of the run's results, but make the measured steps slower.
+    /// stay exact, become zero, or are clipped. Each measurement covers about four layers, and successive measurements take the layers in
+    /// turn. Measurements change no bit of the run's results, but make the measured steps slower.
     #[serde(skip_serializing_if = "is_default")]
     pub quantization_every: u64,
 }

@@ -8,7 +8,7 @@ use crate::error::Result;
 use nibble_core::shortened;
 use serde_json::Value;
 
-/// A `model_type` whose models are handled as models of another family, because they compute in the same way.
+/// A `model_type` of which all or some models are handled as models of another family, because they compute in the same way.
 #[derive(Debug)]
 pub struct Alias {
     /// The value of `model_type`.

@@ -84,7 +84,7 @@ impl<B: Kernels> Head<B> {
         vec![self.weight(table).for_products(&self.plan(cx).weights, &self.id)]
     }
 
-    /// Converts the weight to the formats in which this step's matrix products read it.
+    /// Makes the copies of the weight that this step's matrix products read.
     ///
     /// # Errors
     /// Returns errors of the backend and of other ranks.
