@@ -15,19 +15,20 @@ use nibble_core::ops::{
 use nibble_core::recipe::{Computed, Conversion, Pair, Precision, Route, Transform};
 use nibble_core::{BlockScaled, DType, Error, Groups, Kernels, Operand, Result, RowKind, Tensor};
 
-/// The names of a tensor that is converted for a GEMM. These names identify the tensor's counts and seed the tensor's random bits.
+/// The names of a tensor that is converted (for example quantized) for a GEMM. The names of a tensor identify its quantization counts, and
+/// seed the random bits for its stochastic rounding.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorName<'a> {
     /// The layer's name.
     pub layer: &'a str,
     /// The tensor's name within the layer.
     pub tensor: &'static str,
-    /// The name of the linear layer whose GEMM reads the tensor. This name seeds the signs of a Hadamard transform, so both operands of
-    /// wgrad get the same signs. Layers that share an input share this name.
+    /// The name of the linear layer whose GEMM reads the tensor. The name of the linear layer seeds the random signs of a Hadamard
+    /// transform, so both operands of wgrad get the same signs. Linear layers that read the same input share one name.
     pub linear: &'a str,
 }
 
-/// The names under which a layer's tensors are converted.
+/// The names of a layer, from which the names of the layer's converted tensors are built.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerName<'a> {
     /// See [`TensorName::layer`].
@@ -42,19 +43,20 @@ impl<'a> LayerName<'a> {
         Self { layer, linear: layer }
     }
 
-    /// The names of one tensor of the layer.
+    /// The names of the layer's tensor `tensor`.
     pub const fn of(self, tensor: &'static str) -> TensorName<'a> {
         let Self { layer, linear } = self;
         TensorName { layer, tensor, linear }
     }
 }
 
-/// The delayed scales of a tensor's spans, and the cells of the step's table that receive the magnitudes found by the quantization.
+/// The delayed scales of a tensor's row ranges (spans), and the table cells that receive the largest magnitudes that the quantization
+/// finds.
 #[derive(Debug)]
 pub struct EarlierScales<'a, B: Kernels> {
     /// The delayed scales.
     pub delayed: Delayed<'a, B>,
-    /// The tensor's cells in the step's table.
+    /// The tensor's cells in the table of largest magnitudes of this step.
     pub cells: FoundCells,
 }
 
@@ -65,10 +67,11 @@ impl<B: Kernels> Cx<'_, B> {
         if self.measures.is_some() { [None; 2] } else { conversion.numbers() }
     }
 
-    /// Converts a tensor to the two representations of a plan. Equal representations share one buffer.
+    /// Converts a tensor to the two representations that the plan `conversion` requires. If both representations are equal, they share one
+    /// buffer.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the tensor's representation is not the one in the plan; errors of the backend.
+    /// Returns [`Error::Shape`] if the representation of `x` is not the one that the plan starts from, and errors of the backend.
     pub fn convert(
         &self,
         name: LayerName<'_>,
@@ -135,12 +138,13 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Runs a kernel that writes a tensor in the plan's form, saves the kernel's counts, and converts the tensor to the plan's two
-    /// representations. `kernel` gets the form in which to write the tensor, and returns the tensor with the kernel's other results. A step
-    /// that measures quantization runs `kernel` a second time, to get the tensor before quantization.
+    /// Runs a kernel that writes a tensor in the form that the plan requires, and converts the tensor to the plan's two representations.
+    /// Also saves the kernel's quantization counts. The closure `kernel` receives the form in which to write the tensor, and returns the
+    /// tensor with the kernel's other results. A step that measures quantization runs `kernel` twice, because the measurement also needs
+    /// the tensor before quantization.
     ///
     /// # Errors
-    /// The errors of [`Precision::codec`], [`Cx::convert`] and `kernel`.
+    /// Returns the errors of [`Precision::codec`], [`Cx::convert`] and `kernel`.
     pub fn compute<R>(
         &self,
         name: LayerName<'_>,
@@ -160,7 +164,7 @@ impl<B: Kernels> Cx<'_, B> {
         Ok((first, second, others))
     }
 
-    /// The form in which a fused kernel should write a tensor that it computes.
+    /// The form in which a fused kernel should write a tensor that it computes: plain or quantized.
     ///
     /// # Errors
     /// The errors of [`Precision::codec`].
@@ -177,7 +181,7 @@ impl<B: Kernels> Cx<'_, B> {
         })
     }
 
-    /// Converts a tensor that a fused kernel wrote, in the form of [`Cx::emit`], to the two representations of a plan.
+    /// Converts a tensor that a fused kernel wrote in the form of [`Cx::emit`] to the two representations of a plan.
     ///
     /// # Errors
     /// The errors of [`Cx::convert`].
@@ -206,7 +210,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Converts a plain tensor to this precision: casts it, or quantizes it along the axis of the precision.
+    /// Converts a plain tensor to the precision `to`: casts the tensor, or quantizes it along the precision's block axis.
     pub fn form(
         &self,
         at: TensorName<'_>,
@@ -249,8 +253,9 @@ impl<B: Kernels> Cx<'_, B> {
         Ok(out)
     }
 
-    /// Quantizes the rows of a plain tensor directly into messages. `index` contains the row of each message. For each (row, slot) pair of
-    /// `top_k` slots, `place` contains the message that the row goes into; a negative value means none.
+    /// Quantizes the rows of a plain tensor directly into the messages that ranks exchange. `index` contains the row of `x` for each
+    /// message. Each row has `top_k` slots. For each slot, `place` contains the index of the message that the row goes into; a negative
+    /// value means no message.
     pub fn quantize_pack(
         &self,
         at: TensorName<'_>,
@@ -377,7 +382,7 @@ impl<B: Kernels> Cx<'_, B> {
         Ok(())
     }
 
-    /// Converts row blocks to another block format or axis.
+    /// Converts a tensor quantized in row blocks to another block format or block axis.
     pub fn transcode(
         &self,
         at: TensorName<'_>,
@@ -392,13 +397,13 @@ impl<B: Kernels> Cx<'_, B> {
         Ok(done.out)
     }
 
-    /// Casts a plain tensor to another type. Returns the same tensor if the tensor already has this type.
+    /// Casts a plain tensor to another type. Returns `x` itself if `x` already has the type `dtype`.
     pub fn cast(&self, x: &Tensor<B>, dtype: DType) -> Result<Tensor<B>> {
         if x.dtype() == dtype { Ok(x.clone()) } else { Cast { x, dtype }.run(self.b) }
     }
 
-    /// The random bits of a tensor; `None` if neither its values nor its scales are stochastically rounded. In training, the device's clock
-    /// counts the steps.
+    /// The random bits for stochastic rounding of a tensor; `None` if the precision rounds neither the tensor's values nor its scales
+    /// stochastically. In training, the random bits depend on the step number that the device's clock counts.
     pub fn random(&self, layer: &str, tensor: &str, to: &Precision) -> Option<Random<'_, B>> {
         to.draws().then(|| {
             let site = fnv1a32(&format!("{layer}.{tensor}"));
@@ -408,15 +413,16 @@ impl<B: Kernels> Cx<'_, B> {
         })
     }
 
-    /// A transform with the signs of a linear layer. `linear` is the hash of the layer's name. In training, the device's clock counts the
-    /// steps.
+    /// A Hadamard transform with the random signs of one linear layer. `linear` is the hash of the linear layer's name. In training, the
+    /// signs depend on the step number that the device's clock counts.
     pub fn hadamard(&self, transform: &Transform, linear: u32) -> Hadamard<'_, B> {
         let step = if self.clock.is_some() { 0 } else { self.step as u32 };
         transform.hadamard(self.seed, linear, step, self.clock.as_ref())
     }
 
-    /// The delayed scales of a tensor with this many spans, if the precision has delayed scaling and a backward pass follows. In inference,
-    /// the tensor is measured instead and no history changes.
+    /// The delayed scales of a tensor: one scale for each of the tensor's row ranges (spans). Returns `None` without delayed scaling, and
+    /// in a pass that no backward pass follows. In inference, the quantization computes its scales from the tensor itself, and no amax
+    /// history changes.
     pub fn earlier_scales(
         &self,
         name: &str,
@@ -439,7 +445,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Saves the counts of a kernel that quantizes its own result. In a pass without a backward pass, no counts are saved.
+    /// Saves the quantization counts of a kernel that quantizes its own result. If no backward pass follows, no counts are saved.
     pub fn keep_counts(&self, layer: &str, tensor: &'static str, counts: Option<&Counts<B>>) {
         self.keep(
             CountSite { layer: layer.to_owned(), tensor, conversion: ChangeKind::Quantize },
@@ -448,7 +454,7 @@ impl<B: Kernels> Cx<'_, B> {
         );
     }
 
-    /// Saves the counts of a quantization, and the magnitudes that the quantization found under delayed scaling.
+    /// Saves the counts of a quantization. Under delayed scaling, also saves the largest magnitudes that the quantization found.
     pub fn keep_quantized(
         &self,
         layer: &str,
@@ -467,7 +473,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Runs `work`, which recomputes results of the forward pass in the backward pass, and drops the counts of `work`.
+    /// Runs `work`, which recomputes results of the forward pass in the backward pass. The quantization counts of `work` are dropped.
     pub fn again<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let waiting = self.counted.borrow().waiting();
         let done = work();
@@ -475,7 +481,7 @@ impl<B: Kernels> Cx<'_, B> {
         done
     }
 
-    /// Runs `work` once instead of once for each of `rows` equal rows, and multiplies the counts of `work` by `rows`.
+    /// Runs `work` for one of `rows` equal rows, and multiplies the quantization counts of `work` by `rows`.
     pub fn counted_for<R>(&self, rows: usize, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let waiting = self.counted.borrow().waiting();
         let done = work();

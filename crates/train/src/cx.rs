@@ -20,7 +20,7 @@ pub struct Cx<'a, B: Kernels> {
     pub b: &'a B,
     /// The mesh of ranks.
     pub mesh: Mesh<'a, B>,
-    /// The recipe, and the layers' plans under this recipe.
+    /// The recipe, and the plans of the layers under this recipe.
     pub plans: Arc<LayerPlans>,
     /// The number of the optimizer step, counted from 0.
     pub step: u64,
@@ -28,40 +28,41 @@ pub struct Cx<'a, B: Kernels> {
     pub progress: f64,
     /// The run's seed.
     pub seed: u64,
-    /// Whether a backward pass follows. If not, nothing is computed for a backward pass.
+    /// Whether a backward pass follows this forward pass. If `training` is false, nothing is computed for a backward pass.
     pub training: bool,
-    /// This rank's tokens, in shards.
+    /// The tokens of this rank, divided into shards.
     pub shards: Shards<B>,
-    /// The keys to which each query attends, and the documents of the tokens.
+    /// The keys to which each query attends, and the documents to which the tokens belong.
     pub sight: Sight<B>,
-    /// In training, the device's count of steps and micro-batches: [`nibble_core::ops::Clock`].
+    /// In training, the counter of steps and micro-batches on the device: [`nibble_core::ops::Clock`].
     pub clock: Option<B::Buf<u32>>,
     /// How the output rows of a token's experts are summed.
     pub combine: Combine,
-    /// Whether training assigns experts to tokens in turn, regardless of the router's scores.
+    /// Whether training assigns experts to tokens round-robin, regardless of the router's scores.
     pub experts_in_turn: bool,
-    /// Capacity of a rank under expert parallelism, in slots, as a multiple of the rank's share under uniform routing.
+    /// Capacity of a rank in token slots under expert parallelism, as a multiple of the slots that the rank gets under uniform routing.
     pub capacity_factor: f64,
-    /// The number of slots sent to the fullest rank in the first exchange of this pass that overflowed, as a multiple of the rank's share;
-    /// 0 without an overflow.
+    /// How full the fullest rank was in the first exchange of this pass that exceeded a rank's capacity: the number of token slots sent to
+    /// this rank, as a multiple of the rank's share. 0 means that no exchange exceeded the capacity.
     pub overflow: Cell<f32>,
-    /// Number of micro-batches in the step. Losses are means over all micro-batches.
+    /// Number of micro-batches in the current step. Losses are averaged over all micro-batches of the step.
     pub micro_batches: usize,
-    /// Counts of conversions by site, which are still on the device.
+    /// The quantization counts of each conversion, which are still on the device.
     pub counted: RefCell<Counted<B>>,
-    /// Gradients whose sum over ranks is pending.
+    /// Gradients that have not yet been summed over ranks.
     pub buckets: RefCell<Buckets<B>>,
-    /// In training, the histories for delayed scales. If `None`, quantizations measure their tensors.
+    /// In training, the amax histories for delayed scales. If `delayed` is `None`, each quantization computes its scales from the tensor
+    /// that it quantizes.
     pub delayed: Option<DelayedRecords<B>>,
-    /// The layers in which a step compares quantized values with the original values; `None` in other steps.
+    /// The layers in which the current step compares quantized values with the original values; `None` if this step measures nothing.
     pub measures: Option<LayerSample>,
-    /// The error of every quantization so far, in an analysis that measures it; `None` in training.
+    /// The error of every quantization so far, if an analysis measures quantization errors; `None` in training.
     pub errors: Option<RefCell<Vec<SiteError>>>,
 }
 
 impl<'a, B: Kernels> Cx<'a, B> {
-    /// A context for inference, at this point of training's precision schedule. A token's expert rows are summed in slot order, and no
-    /// exchange can overflow.
+    /// A context for inference. The context uses the precisions that the recipe has at point `progress` of training. The output rows of a
+    /// token's experts are summed in slot order, and no exchange between ranks can overflow.
     pub fn inference(b: &'a B, mesh: Mesh<'a, B>, recipe: &Recipe, shards: Shards<B>, progress: f64) -> Self {
         Self::under(b, mesh, Arc::new(LayerPlans::new(recipe.clone())), shards, progress)
     }
@@ -98,12 +99,12 @@ impl<'a, B: Kernels> Cx<'a, B> {
         }
     }
 
-    /// The same context, in which queries attend to the keys of `sight`.
+    /// Replaces the field `sight` of the context, which determines the keys that each query attends to.
     pub fn with_sight(self, sight: Sight<B>) -> Self {
         Self { sight, ..self }
     }
 
-    /// The keys to which each query attends in a layer with this sliding window: see [`Sight::windows`].
+    /// The keys to which each query attends in a layer whose sliding window is `window`; see [`Sight::windows`].
     pub fn windows(&self, window: Option<usize>, seq_len: usize) -> Result<Option<&Windows<B>>> {
         self.sight.windows(window, seq_len)
     }
@@ -117,12 +118,13 @@ impl<'a, B: Kernels> Cx<'a, B> {
         }
     }
 
-    /// The shards of these rows, if the rows are the tokens of the context. Text that is generated token by token has no shards.
+    /// The shards to which the rows of `x_td` belong, if the rows are the tokens of the context. Tokens that are generated one by one have
+    /// no shards.
     pub fn groups_of(&self, x_td: &Tensor<B>) -> Option<&Groups<B>> {
         Some(&self.shards.groups).filter(|groups| groups.capacity == x_td.rows)
     }
 
-    /// Positions of tokens in sequences of this length. With document masking, positions restart with each document.
+    /// The positions of tokens in sequences of length `seq_len`. With document masking, positions restart at 0 with each document.
     pub fn positions(&self, seq_len: usize, first: usize) -> Positions<B> {
         Positions { seq_len, first, starts: self.sight.starts.clone() }
     }
@@ -132,18 +134,19 @@ impl<'a, B: Kernels> Cx<'a, B> {
         self.plans.recipe()
     }
 
-    /// The current plan of a layer. A layer with this plan saves only what its recipe says.
+    /// The plan of a layer at this point of the run. Under the returned plan, the layer's forward pass saves only the activations that the
+    /// recipe selects.
     pub fn plan(&self, layer: &Layer) -> Arc<LayerPlan> {
         self.plan_keeping(layer, false)
     }
 
-    /// The current plan of a layer, with `keep_a` of [`Passes::Both`].
+    /// The plan of a layer at this point of the run. `keep_a` has the same meaning as in [`Passes::Both`].
     pub fn plan_keeping(&self, layer: &Layer, keep_a: bool) -> Arc<LayerPlan> {
         let passes = if self.training { Passes::Both { keep_a } } else { Passes::Forward };
         self.plans.plan(layer, self.progress, passes)
     }
 
-    /// The type of activations between GEMMs.
+    /// The data type of activations between GEMMs.
     pub fn activations(&self) -> DType {
         self.recipe().activations
     }

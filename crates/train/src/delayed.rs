@@ -35,26 +35,26 @@ use std::collections::HashMap;
 /// The suffix that a history adds to its tensor's name in a checkpoint.
 const SUFFIX: &str = ".amax_history";
 
-/// A tensor with a delayed scale.
+/// A tensor that is quantized with delayed scales.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DelayedSite {
-    /// The name of the layer and the tensor.
+    /// The name of the layer, followed by the name of the tensor.
     pub name: String,
-    /// The kind of the tensor's spans.
+    /// How the tensor's rows are divided into spans, each with its own scale.
     pub spans: Spans,
-    /// The update rule of the tensor's records, and the place of this rank's records.
+    /// The rule that updates the tensor's amax records, and where this rank stores these records.
     pub records: AmaxRecords,
-    /// The number of the tensor's first span among this rank's spans.
+    /// The index of the tensor's first span among all spans of this rank.
     pub cell: usize,
 }
 
 impl DelayedSite {
-    /// Name of the tensor's history in a checkpoint.
+    /// Name of the tensor's amax history in a checkpoint.
     pub fn tensor_name(&self) -> String {
         format!("{}{SUFFIX}", self.name)
     }
 
-    /// Shape of the tensor's history in a checkpoint: `[spans of all ranks, values of a record]`.
+    /// Shape of the tensor's amax history in a checkpoint: `[spans of all ranks, values of a record]`.
     pub fn shape(&self, mesh: MeshShape) -> Vec<usize> {
         vec![self.spans.parts(mesh) * self.records.spans, self.records.scaling.record_len()]
     }
@@ -68,7 +68,7 @@ pub struct DelayedSites {
 }
 
 impl DelayedSites {
-    /// The delayed scales among the sites of a run, on a rank with these numbers of spans.
+    /// Selects the tensors with delayed scales from the quantized tensors of a run, for a rank with these numbers of spans.
     pub fn of(planned: &[PlannedSite], spans: SpanCounts) -> Self {
         let mut all = Self::default();
         for PlannedSite { site, delayed } in planned {
@@ -87,12 +87,12 @@ impl DelayedSites {
         &self.sites
     }
 
-    /// Number of spans on this rank.
+    /// Number of row ranges (spans) of all tensors with delayed scales on this rank.
     pub fn spans(&self) -> usize {
         self.sites.last().map_or(0, |site| site.cell + site.records.spans)
     }
 
-    /// Number of values in this rank's records.
+    /// Number of values in all amax records of this rank.
     pub fn record_values(&self) -> usize {
         self.sites.last().map_or(0, |site| site.records.first + site.records.len())
     }
@@ -118,32 +118,32 @@ impl DelayedSites {
     }
 }
 
-/// A tensor's history of largest magnitudes, on this rank.
+/// A tensor's history of largest magnitudes (amax) on this rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct History {
-    /// The name of the layer and the tensor.
+    /// The name of the layer, followed by the name of the tensor.
     pub name: String,
-    /// The update rule of the tensor's records.
+    /// The rule that updates the tensor's amax records.
     pub scaling: DelayedScaling,
-    /// The kind of the tensor's spans.
+    /// How the tensor's rows are divided into spans, each with its own scale.
     pub spans: Spans,
-    /// One record per span, with the layout of [`DelayedScaling`].
+    /// One amax record per span, with the layout that [`DelayedScaling`] describes.
     pub records: Vec<Vec<f32>>,
 }
 
-/// This rank's records, and the tensors that own the records.
+/// The amax records of this rank, and the tensors to which the records belong.
 #[derive(Debug)]
 pub struct DelayedRecords<B: Kernels> {
-    /// The tensors that own the records.
+    /// The tensors to which the records belong.
     pub sites: DelayedSites,
-    /// The records in the order of the tensors, at an address that does not change during a run.
+    /// The records on the device, in the order of the tensors. The address of the records on the device does not change during a run.
     pub records: B::Buf<f32>,
-    /// The output of [`AmaxRecords::words`] for all tensors.
+    /// The output of [`AmaxRecords::words`] for all tensors, on the device.
     pub spans: B::Buf<u32>,
 }
 
 impl<B: Kernels> DelayedRecords<B> {
-    /// Creates empty records in the backend's current arena.
+    /// Creates empty amax records in the backend's current arena.
     pub fn new(b: &B, sites: DelayedSites) -> CoreResult<Self> {
         let mut words = Vec::with_capacity(sites.spans() * AmaxRecords::WORDS);
         for site in sites.sites() {
@@ -153,10 +153,10 @@ impl<B: Kernels> DelayedRecords<B> {
         Ok(Self { records, spans: b.upload(&words)?, sites })
     }
 
-    /// The scales of a tensor's spans, and the index of the tensor's first cell in a step's table.
+    /// The delayed scales of a tensor's spans, and the index of the tensor's first cell in the step's table of largest magnitudes.
     ///
     /// # Errors
-    /// [`CoreError::Shape`] if the tensor is not planned, or is planned with another scaling or number of spans.
+    /// Returns [`CoreError::Shape`] if the tensor is not planned, or if the plan has another scaling or number of spans.
     pub fn of(
         &self,
         name: &str,
@@ -169,7 +169,7 @@ impl<B: Kernels> DelayedRecords<B> {
         Ok((delayed, *cell))
     }
 
-    /// Copies all histories to the host.
+    /// Copies the amax histories of all tensors to the host.
     pub fn histories(&self, b: &B) -> CoreResult<Vec<History>> {
         let values = b.download(&self.records)?;
         let history = |site: &DelayedSite| {
@@ -181,8 +181,9 @@ impl<B: Kernels> DelayedRecords<B> {
         Ok(self.sites.sites().iter().map(history).collect())
     }
 
-    /// Sorts the records of all ranks, which are concatenated by rank, into the order of a checkpoint: by site, then by the span's number
-    /// over all ranks. `expert_parts` is the number of parts of an expert's rows on one rank.
+    /// Sorts the amax records of all ranks into the order of a checkpoint: by tensor, then by the number of the span over all ranks.
+    /// `of_ranks` contains the records rank by rank. `expert_parts` is the number of parts into which an expert's rows are divided on one
+    /// rank.
     pub fn in_order(&self, of_ranks: &[f32], mesh: MeshShape, expert_parts: usize) -> Vec<f32> {
         let sites = &self.sites;
         let mut all = Vec::new();
@@ -200,7 +201,8 @@ impl<B: Kernels> DelayedRecords<B> {
         all
     }
 
-    /// Writes this rank's records of a site. `all` contains the site's records of all ranks, in the order of a checkpoint.
+    /// Writes this rank's amax records of the tensor `site`. `all` contains the records of this tensor from all ranks, in the order of a
+    /// checkpoint.
     pub fn restore(
         &mut self,
         b: &B,

@@ -4,7 +4,7 @@
 use nibble_core::allocation::aside;
 use std::path::{Path, PathBuf};
 
-/// Result of this crate's functions.
+/// The result type of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of training or of a related task.
@@ -96,8 +96,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the cause is the user's own input (a configuration, a data file, a recipe, a path) and not a run that failed. The command
-    /// line exits with 2 for a user error and with 1 for other errors.
+    /// Whether the cause is the user's own input (a configuration, a data file, a recipe, a path) and not a failure of the run. The
+    /// command-line program exits with code 2 for a user error and with code 1 for other errors.
     #[must_use]
     pub fn is_user_error(&self) -> bool {
         match self {

@@ -32,7 +32,7 @@ use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 
-/// The type of exported weights.
+/// The data type of exported weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExportType {
     /// F32, as in the run.
@@ -45,10 +45,10 @@ pub enum ExportType {
     Fp8Block,
 }
 
-/// The result of an export.
+/// The numbers of tensors, bytes and files that an export wrote.
 #[derive(Debug, Clone, Copy)]
 pub struct Exported {
-    /// Number of tensors, including scales.
+    /// Number of tensors, including tensors of scales.
     pub tensors: usize,
     /// Number of bytes of the tensors' values.
     pub bytes: usize,
@@ -147,10 +147,11 @@ impl Original<'_> {
 /// Number of values read and written at once.
 const PIECE: usize = 1 << 20;
 
-/// Writes a model into a new folder, in files of at most `file_bytes` bytes (0: one file).
+/// Writes a model into a new folder. Each file contains at most `file_bytes` bytes of tensors; 0 means one file for all tensors.
 ///
 /// # Errors
-/// [`Error::Config`] if the folder exists and is not empty; [`Error::Checkpoint`] for a damaged checkpoint; [`Error::Io`].
+/// Returns [`Error::Config`] if the folder exists and is not empty, [`Error::Checkpoint`] for a damaged checkpoint, and [`Error::Io`] if a
+/// file operation fails.
 pub fn export<B: Kernels>(
     b: &B,
     original: Original<'_>,

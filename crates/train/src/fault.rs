@@ -8,7 +8,7 @@
 /// Declares the points. Each has a name in the code, a name in a fault, and a comment on the state of the run at the point.
 macro_rules! points {
     ($($(#[doc = $doc:literal])+ $point:ident = $name:literal,)+) => {
-        /// A point of a run.
+        /// A point of a run at which a test can inject a fault.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub enum Point {
             $($(#[doc = $doc])+ $point,)+
@@ -19,7 +19,7 @@ macro_rules! points {
             /// All points.
             pub const ALL: &'static [Self] = &[$(Self::$point,)+];
 
-            /// The point's name in a fault.
+            /// The point's name in the text form of a fault.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Self::$point => $name,)+
@@ -167,7 +167,7 @@ mod armed {
     use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
     use std::time::Duration;
 
-    /// What a fault does at its point.
+    /// What an injected fault does at its point.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub enum Action {
         /// The process aborts: nothing is flushed, no destructor runs. Before the abort, the process waits until other faults have stopped
@@ -207,16 +207,19 @@ mod armed {
         ("full", Action::Full),
     ];
 
-    /// A fault. A fault strikes once, but a full disk stays full. As text, a fault is `ACTION@POINT:COUNT` or `RANK/ACTION@POINT:COUNT`.
+    /// A fault. A fault that a test injects into a run. Each fault strikes once, except that a full disk stays full. The text form of a
+    /// fault is `ACTION@POINT:COUNT` or `RANK/ACTION@POINT:COUNT`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct Fault {
-        /// The rank whose process has the fault; `None` means every rank. The caller of [`arm`] leaves out the faults of other ranks.
+        /// The rank in whose process the fault strikes; `None` means every rank. The caller of [`arm`] must leave out the faults of other
+        /// ranks.
         pub rank: Option<usize>,
         /// What the fault does.
         pub action: Action,
-        /// The point at which the fault strikes.
+        /// The point of the run at which the fault strikes.
         pub point: Point,
-        /// The fault strikes when its point is reached for the `count`-th time, counted from 1 over all threads of the process.
+        /// The fault strikes when the run reaches the fault's point for the `count`-th time, counted from 1 over all threads of the
+        /// process.
         pub count: usize,
     }
 
@@ -260,7 +263,7 @@ mod armed {
     static ARMED: Mutex<Armed> = Mutex::new(Armed { faults: Vec::new(), stopped: 0 });
     static STOPPED: Condvar = Condvar::new();
 
-    /// Arms faults in this process.
+    /// Activates the faults `faults` in this process.
     pub fn arm(faults: &[Fault]) {
         ARMED.lock().unwrap_or_else(PoisonError::into_inner).faults.extend(faults);
     }
@@ -279,7 +282,7 @@ mod armed {
     /// The function that ends the process's connection to the other ranks.
     static DISCONNECT: Mutex<Option<fn()>> = Mutex::new(None);
 
-    /// Sets what [`Action::Disconnect`] does in this process.
+    /// Sets the function that [`Action::Disconnect`] calls in this process.
     pub fn on_disconnect(disconnect: fn()) {
         *DISCONNECT.lock().unwrap_or_else(PoisonError::into_inner) = Some(disconnect);
     }

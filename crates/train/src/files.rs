@@ -14,14 +14,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Prefix of the names of unfinished files.
+/// Prefix of the names of files and folders that are not yet complete.
 pub const UNFINISHED_PREFIX: &str = ".nibble-tmp-";
 
 /// Unfinished files of this process, which are removed if the process ends early.
 static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// A file that is written under a temporary name in the directory of its path. [`WholeFile::finish`] renames the file; a drop before the
-/// rename removes the file.
+/// A file that is written under a temporary name in the directory of its final path. [`WholeFile::finish`] renames the file to its final
+/// path. If a [`WholeFile`] is dropped before `finish`, the file is removed.
 #[derive(Debug)]
 pub struct WholeFile {
     file: File,
@@ -72,11 +72,11 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
     if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }
 
-/// Checks that a path is no dangling symbolic link and passes through none. Writing through such a link would not create the file that is
-/// expected at the link's target.
+/// Checks that neither the path itself nor one of its directories is a dangling symbolic link. Writing through a dangling link would not
+/// create the file that the user expects at the link's target.
 ///
 /// # Errors
-/// The error names the link and the link's target.
+/// The error names the dangling link and its target.
 pub fn require_no_loose_link(path: &Path) -> io::Result<()> {
     for place in path.ancestors().filter(|place| !place.as_os_str().is_empty()) {
         let (Ok(target), Err(why)) = (fs::read_link(place), fs::metadata(place)) else { continue };
@@ -96,7 +96,7 @@ pub fn require_no_loose_link(path: &Path) -> io::Result<()> {
 /// Creates a folder and its missing parents.
 ///
 /// # Errors
-/// The errors of [`require_no_loose_link`] and of the operating system.
+/// Returns the errors of [`require_no_loose_link`] and of the operating system.
 pub fn make_folder(path: &Path) -> io::Result<()> {
     require_no_loose_link(path)?;
     fs::create_dir_all(path)
@@ -116,11 +116,11 @@ pub(crate) struct WholeFolder {
 }
 
 impl WholeFolder {
-    /// Starts a folder for `path`, where there must be nothing or an empty folder. Removes unfinished files that killed processes left in
-    /// the same directory.
+    /// Starts a folder that will replace `path`. At `path`, there must be nothing or an empty folder. Also removes unfinished files that
+    /// killed processes left in the same directory.
     ///
     /// # Errors
-    /// The error of the operating system.
+    /// Returns the error of the operating system.
     pub fn create(path: &Path) -> io::Result<Self> {
         phase(format_args!("writing {}", path.display()));
         require_no_loose_link(path)?;
@@ -136,10 +136,10 @@ impl WholeFolder {
         &self.unfinished.0
     }
 
-    /// Renames the folder to its final name. The folder's files must be on the disk already.
+    /// Renames the folder to its final name. The caller must have written the folder's files to disk (`fsync`).
     ///
     /// # Errors
-    /// The error of the operating system. Until the rename succeeds, `path` is unchanged.
+    /// Returns the error of the operating system. Until the rename succeeds, nothing at `path` changes.
     pub fn finish(self) -> io::Result<()> {
         sync_dir(&self.unfinished.0)?;
         self.unfinished.rename(&self.path)
@@ -147,10 +147,11 @@ impl WholeFolder {
 }
 
 impl WholeFile {
-    /// Starts a file for `path`. If `path` is a symbolic link, the file replaces the link's target and not the link.
+    /// Creates a temporary file that will replace the file at `path`. If `path` is a symbolic link, the new file replaces the link's target
+    /// and not the link.
     ///
     /// # Errors
-    /// The error of the operating system.
+    /// Returns the error of the operating system.
     pub fn create(path: &Path) -> io::Result<Self> {
         phase(format_args!("writing {}", path.display()));
         require_no_loose_link(path)?;
@@ -168,10 +169,10 @@ impl WholeFile {
         Ok(Self { file, unfinished, path })
     }
 
-    /// Waits until the contents are on the disk, and renames the file to its final name.
+    /// Waits until the file's contents are on the disk, and renames the file to its final name.
     ///
     /// # Errors
-    /// The error of the operating system. Until the rename succeeds, `path` is unchanged.
+    /// Returns the error of the operating system. Until the rename succeeds, the file at `path` does not change.
     pub fn finish(self) -> io::Result<()> {
         self.file.sync_all()?;
         self.unfinished.rename(&self.path)
@@ -183,10 +184,10 @@ impl WholeFile {
 pub(crate) struct Mark(Unfinished);
 
 impl Mark {
-    /// Creates a mark in this directory.
+    /// Creates a marker file in this directory.
     ///
     /// # Errors
-    /// The error of the operating system.
+    /// Returns the error of the operating system.
     pub fn in_dir(dir: &Path) -> io::Result<Self> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let mark = Unfinished::named(dir.join(format!("{}-{:x}", own_prefix(), now.as_nanos())));
@@ -218,10 +219,10 @@ impl Write for WholeFile {
     }
 }
 
-/// Writes a file completely, or leaves its path unchanged.
+/// Writes a file completely, or leaves the file at `path` unchanged.
 ///
 /// # Errors
-/// The error of the operating system.
+/// Returns the error of the operating system.
 pub fn write_whole(path: &Path, content: impl AsRef<[u8]>) -> io::Result<()> {
     let mut file = WholeFile::create(path)?;
     file.write_all(content.as_ref())?;
@@ -258,17 +259,17 @@ pub(crate) fn remove_abandoned(dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits until a directory's entries are on the disk.
+/// Waits until changes of a directory's entries are on the disk.
 ///
 /// # Errors
-/// The error of the operating system.
+/// Returns the error of the operating system.
 pub fn sync_dir(dir: &Path) -> io::Result<()> {
     // Other systems cannot open a directory as a file, and write renames to disk at once.
     if cfg!(unix) { File::open(dir)?.sync_all() } else { Ok(()) }
 }
 
-/// Removes the unfinished files and folders of this process, which is about to end. Files that another thread is adding at this moment may
-/// remain.
+/// Removes the unfinished files and folders of this process. The process calls this function before it ends. Files that another thread
+/// creates during the call may remain.
 pub fn remove_unfinished() {
     if let Ok(mut all) = UNFINISHED.try_lock() {
         for path in all.drain(..) {
@@ -277,12 +278,12 @@ pub fn remove_unfinished() {
     }
 }
 
-/// Opens a file for reading, if the file has an end. Refuses files that may never end, or that may block their reader forever: directories,
-/// devices, sockets and named pipes. Accepts a pipe without a name, such as a shell's `<(...)`, because such a pipe has a writer. Refuses a
-/// Git LFS pointer, because the file's actual contents are missing.
+/// Opens a file for reading, unless reading it might never end. The function refuses objects that may never end or may block a reader
+/// forever: directories, devices, sockets and named pipes. The function accepts an unnamed pipe, such as a shell's `<(...)`, because an
+/// unnamed pipe has a writer. The function refuses a Git LFS pointer, because the actual contents of the file are not there.
 ///
 /// # Errors
-/// The error of the operating system, or the kind of object that is at the path instead of a file.
+/// Returns the error of the operating system, or an error that says which kind of object is at the path instead of a file.
 pub fn open_to_read(path: &Path) -> io::Result<File> {
     let file = open_with_an_end(path)?;
     let mut start = [0; LFS_POINTER.len()];
@@ -353,10 +354,10 @@ fn no_file(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, format!("is {what}, expected a file"))
 }
 
-/// Reads all bytes of a file that [`open_to_read`] accepts, if there are at most `most` bytes.
+/// Reads all bytes of a file that [`open_to_read`] accepts. The file must have at most `most` bytes.
 ///
 /// # Errors
-/// The errors of [`open_to_read`] and of the operating system; an error for a longer file.
+/// Returns the errors of [`open_to_read`] and of the operating system, and an error for a longer file.
 pub fn read_whole(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     phase(format_args!("reading {}", path.display()));
     let mut bytes = Vec::new();
@@ -370,10 +371,10 @@ pub fn read_whole(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Like [`read_whole`], but returns text.
+/// Like [`read_whole`], but returns the contents as UTF-8 text.
 ///
 /// # Errors
-/// The errors of [`read_whole`]; an error for text that is not UTF-8.
+/// Returns the errors of [`read_whole`], and an error for contents that are not UTF-8.
 pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
     String::from_utf8(read_whole(path, most)?).map_err(|e| {
         let why = format!("is no UTF-8 text (byte {} is none), expected one", e.utf8_error().valid_up_to());
@@ -406,10 +407,10 @@ pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Upper limit of bytes for configurations, recipes and other texts that people write.
+/// Size limit in bytes of configurations, recipes and other texts that people write.
 pub const MOST_TEXT: u64 = 16 << 20;
 
-/// Upper limit of bytes for logs and lists that a run writes.
+/// Size limit in bytes of logs and lists that a run writes.
 pub const MOST_LOG: u64 = 1 << 36;
 
 #[cfg(unix)]

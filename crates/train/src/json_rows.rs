@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value};
 
-/// The lines of a text that are not blank: the line number (from 1), the text, and the JSON object or the reason why the line is not an
-/// object. A byte order mark at the beginning is skipped.
+/// The non-blank lines of a text. Each item contains the line number (from 1), the line's text, and the JSON object or the reason why the
+/// line is not an object. A byte order mark at the beginning of the text is skipped.
 pub fn objects(text: &str) -> impl Iterator<Item = (usize, &str, Result<Map<String, Value>, String>)> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
@@ -13,7 +13,7 @@ pub fn objects(text: &str) -> impl Iterator<Item = (usize, &str, Result<Map<Stri
 /// The JSON object in a line.
 ///
 /// # Errors
-/// The reason why the line is not a JSON object.
+/// Returns the reason why the line is not a JSON object.
 pub fn object(line: &str) -> Result<Map<String, Value>, String> {
     match serde_json::from_str(line).map_err(|error| no_json(&error))? {
         Value::Object(object) => Ok(object),
@@ -26,10 +26,10 @@ pub(crate) fn no_json(error: &serde_json::Error) -> String {
     format!("is no JSON: {}", error.to_string().replace(" at line 1 column ", ", column "))
 }
 
-/// Refuses a row with a prompt if the row has a non-empty value for a key that Nibble does not read.
+/// Refuses a row with a prompt if the row also has a non-empty value under a key that other trainers read and Nibble does not.
 ///
 /// # Errors
-/// The key, and advice on the key.
+/// The error names the key and gives advice on what to do.
 pub fn require_prompt_alone(row: &Map<String, Value>) -> Result<(), String> {
     let mut known = row.iter().filter_map(|(key, value)| Some((RowKey::of_pair(key)?, value)));
     known.try_for_each(|(key, value)| key.refuse_value(value))
@@ -50,20 +50,21 @@ impl RowKey {
         keys.find(|key| key.name == name)
     }
 
-    /// The key of this name in any row with an answer; `None` if Nibble reads or ignores the key.
+    /// Looks up `name` among the keys that Nibble refuses in rows with an answer. Returns `None` if Nibble reads or ignores the key `name`.
     pub fn of(name: &str) -> Option<Self> {
         Self::find(OF_ANSWERS, name)
     }
 
-    /// The key of this name in a row with a prompt and an answer; `None` if Nibble reads or ignores the key.
+    /// Looks up `name` among the keys that Nibble refuses in rows with a prompt and an answer. Returns `None` if Nibble reads or ignores
+    /// the key `name`.
     pub fn of_pair(name: &str) -> Option<Self> {
         Self::find(OF_PAIRS, name).or_else(|| Self::of(name))
     }
 
-    /// Refuses the key's value in a row, unless the value is empty or requests the behaviour that Nibble has anyway.
+    /// Refuses the key's value in a row, unless the value is empty or requests what Nibble does anyway.
     ///
     /// # Errors
-    /// The reason of the refusal.
+    /// Returns the reason why the value is refused.
     pub fn refuse_value(&self, value: &Value) -> Result<(), String> {
         let says_nothing = match value {
             Value::Null => true,
@@ -76,10 +77,11 @@ impl RowKey {
         if says_nothing { Ok(()) } else { self.refuse(is_yes) }
     }
 
-    /// Refuses the key in a row in which the key's value is not empty. `is_yes` is the value of a switch, and `None` for other keys.
+    /// Refuses the key in a row where the key has a value that is not empty. `is_yes` says whether a Boolean is true or a number is 1, and
+    /// is `None` for other values.
     ///
     /// # Errors
-    /// The reason of the refusal.
+    /// Returns the reason why the key is refused.
     pub fn refuse(&self, is_yes: Option<bool>) -> Result<(), String> {
         match self.advice == ALIKE && is_yes == Some(true) {
             true => Ok(()),

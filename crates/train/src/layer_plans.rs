@@ -5,7 +5,7 @@ use nibble_core::recipe::{Layer, LayerPlan, Passes};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A recipe, and the plans that have been compiled for this recipe so far.
+/// A recipe, and all layer plans that have been compiled from the recipe so far.
 #[derive(Debug)]
 pub struct LayerPlans {
     recipe: Recipe,
@@ -35,7 +35,7 @@ impl LayerPlans {
         &self.recipe
     }
 
-    /// The plan of a layer at a point of a run (step / steps).
+    /// The plan of a layer at point `progress` (step / steps) of a run.
     pub fn plan(&self, layer: &Layer, progress: f64, passes: Passes) -> Arc<LayerPlan> {
         let stretch = self.starts.partition_point(|start| *start <= progress);
         // A poisoned lock is harmless, because each plan is inserted in one step.

@@ -58,7 +58,8 @@ impl Index {
     /// Reads an index.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Checkpoint`] if the index is invalid or names a file in another folder.
+    /// Returns [`Error::Io`] if the file cannot be read, and [`Error::Checkpoint`] if the index is invalid or names a file in another
+    /// folder.
     pub fn open(path: &Path) -> Result<Self> {
         let wrong = |why: String| Error::checkpoint(path, why);
         let text = read_text(path, MOST_TEXT).map_err(Error::io(path))?;
@@ -92,10 +93,11 @@ impl Index {
         self.files.values().map(String::as_str).collect()
     }
 
-    /// Checks that the files have exactly the tensors of the index. `has` yields each tensor in the files with the path of its file.
+    /// Checks that the files have exactly the tensors of the index. `has` yields the name of each tensor in the files, together with the
+    /// path of the tensor's file.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming the first tensor that differs.
+    /// Returns [`Error::Checkpoint`], which names the first tensor for which files and index differ.
     pub fn check<'a>(&self, has: impl Iterator<Item = (&'a str, &'a Path)>) -> Result<()> {
         let has: BTreeMap<&str, &Path> = has.collect();
         for (tensor, file) in &self.files {
@@ -123,7 +125,7 @@ impl Index {
         }
     }
 
-    /// Adds this index file to the message of an error about a file that the index names.
+    /// Extends the message of an error about a tensor file: the new message also names the index, which lists the file.
     pub fn told(&self, error: Error) -> Error {
         match error {
             Error::Checkpoint { path, why } => {

@@ -13,14 +13,14 @@ use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::files::{append, hexadecimal, open_to_read, read_full_at, sha256_hex, sha256_of_file};
 
-/// Name, shape and type of a logical tensor, whose values are stored row-major.
+/// Name, shape and type of a tensor whose values are stored in row-major order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// The tensor's name in the file. A weight has the name that it has in the model's family.
+    /// The tensor's name in the file. The name of a weight follows the naming convention of the model's family, such as Llama.
     pub name: String,
     /// The tensor's shape, with the slowest dimension first.
     pub shape: Vec<usize>,
-    /// The type of a value, which is F32 in a checkpoint.
+    /// The data type of the tensor's values, which is F32 in a checkpoint.
     pub dtype: Dtype,
 }
 
@@ -131,7 +131,7 @@ impl OpenFile {
         Self::named(dir, &entry.name)
     }
 
-    /// Opens the file of this name.
+    /// Opens the file `name` in the directory `dir`.
     pub fn named(dir: &Path, name: &str) -> Result<Self> {
         let path = dir.join(name);
         match open_to_read(&path) {
@@ -161,14 +161,14 @@ impl OpenFile {
         &self.path
     }
 
-    /// Compares the file with its checksum, piece by piece.
+    /// Checks the file against the checksum in `entry`, piece by piece.
     pub fn verify(&self, entry: &FileEntry) -> Result<()> {
         check_len(&self.path, self.len()?, entry)?;
         let sha256 = sha256_of_file(&self.file).map_err(|e| unreadable(&self.path, e))?;
         check_hash(&self.path, &sha256, entry)
     }
 
-    /// Reads the file and compares it with its checksum.
+    /// Reads the file and checks its contents against the checksum in `entry`.
     pub fn read_checked(&self, entry: &FileEntry) -> Result<Vec<u8>> {
         let bytes = self.len()?;
         check_len(&self.path, bytes, entry)?;

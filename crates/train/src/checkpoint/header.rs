@@ -4,17 +4,17 @@ use safetensors::tensor::{Dtype, TensorInfo};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-/// The metadata that Hugging Face tools require.
+/// The metadata that Hugging Face tools require in the header of a safetensors file.
 #[must_use]
 pub fn metadata() -> BTreeMap<String, String> {
     BTreeMap::from([("format".to_owned(), "pt".to_owned())])
 }
 
-/// The header of a file of these tensors, whose values are contiguous. Readers need each tensor aligned to the size of its type, so the
-/// caller puts larger types first.
+/// The header of a safetensors file with these tensors, whose values follow one another without gaps. Readers require that each tensor is
+/// aligned to the size of its type, so the caller must put tensors of larger types first.
 ///
 /// # Errors
-/// [`serde_json::Error`], which no name or metadata can cause.
+/// Returns [`serde_json::Error`] if the header cannot be written as JSON, which no tensor name or metadata can cause.
 pub fn header<'a>(
     metadata: &BTreeMap<String, String>,
     tensors: impl IntoIterator<Item = (&'a str, Dtype, &'a [usize])>,
@@ -40,7 +40,7 @@ pub fn header<'a>(
     Ok(bytes)
 }
 
-/// The values in the byte order of the file.
+/// The values as little-endian bytes, the byte order of a safetensors file.
 #[must_use]
 pub fn little_endian(values: &[f32]) -> Cow<'_, [u8]> {
     match cfg!(target_endian = "big") {

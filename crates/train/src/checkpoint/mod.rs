@@ -44,7 +44,7 @@ pub(crate) use stored::{BLOCK, SCALE_SUFFIX, scale_shape};
 pub(crate) use tensors::TensorAt;
 pub use tensors::Tensors;
 
-/// The files of a small model's checkpoint, in the order in which they are written.
+/// Names of the files in a small model's checkpoint, in the order in which the files are written.
 pub const FILES: [&str; 6] = [MODEL_FILE, OPTIM_FILE, CONFIG_FILE, TOKENIZER_FILE, SETTINGS_FILE, STATE_FILE];
 /// The directory of checkpoints within a run's directory.
 pub(crate) const DIR: &str = "checkpoints";
@@ -106,7 +106,7 @@ pub fn has_checkpoints(run_dir: &Path) -> bool {
     list(&run_dir.join(DIR)).is_ok_and(|all| !all.is_empty())
 }
 
-/// A checkpoint of a run, whose contents stay readable even after the run has removed the checkpoint.
+/// A checkpoint of a run. An open checkpoint stays readable even after the run has deleted the checkpoint's directory.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -121,7 +121,7 @@ impl Checkpoint {
     /// Opens the checkpoint in directory `path` and verifies every file.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming the first file that is missing, truncated or altered.
+    /// Returns [`Error::Checkpoint`], which names the first file that is missing, truncated or altered.
     pub fn open(path: &Path) -> Result<Self> {
         let checkpoint = Self::opened(path, true)?;
         std::thread::scope(|scope| {
@@ -179,7 +179,7 @@ impl Checkpoint {
         &self.path
     }
 
-    /// The position of the run.
+    /// The training progress that the checkpoint stores: steps, tokens, data cursor and settings.
     #[must_use]
     pub fn position(&self) -> &Position {
         &self.state.position
@@ -188,8 +188,8 @@ impl Checkpoint {
     /// The master weights.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] if the file cannot be read, or contains tensors of another type than F32. [`Tensors::finish`] reports whether
-    /// the contents match the checksum.
+    /// Returns [`Error::Checkpoint`] if the file of weights cannot be read, or contains a tensor whose type is not F32. Whether the
+    /// contents match the checksum is known only when [`Tensors::finish`] returns.
     pub fn model(&self) -> Result<Tensors> {
         self.tensors(MODEL)?.ok_or_else(|| self.has_no(MODEL_FILE))
     }
@@ -202,7 +202,7 @@ impl Checkpoint {
         self.tensors(OPTIM)?.ok_or_else(|| self.has_no(OPTIM_FILE))
     }
 
-    /// Amax histories of delayed scaling, if the run has delayed scales.
+    /// The amax histories of delayed scaling; `None` if the run uses no delayed scaling.
     ///
     /// # Errors
     /// The errors of [`Checkpoint::model`].
@@ -210,16 +210,16 @@ impl Checkpoint {
         self.tensors(SCALES)
     }
 
-    /// The bytes of a file of the checkpoint. The file is verified while it is read.
+    /// The bytes of a file of the checkpoint. Reading also verifies the file's checksum.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] if the file does not match its checksum.
+    /// Returns [`Error::Checkpoint`] if the file does not match its checksum.
     pub fn file(&self, name: &str) -> Result<Vec<u8>> {
         let (entry, file) = self.required(name)?;
         file.read_checked(entry)
     }
 
-    /// Whether the checkpoint has a file of this name.
+    /// Whether the checkpoint contains the file `name`.
     #[must_use]
     pub fn has(&self, name: &str) -> bool {
         self.state.files.iter().any(|entry| entry.name == name)
@@ -242,7 +242,7 @@ impl Checkpoint {
     }
 }
 
-/// A checkpoint that was rejected.
+/// A checkpoint that was rejected as damaged.
 #[derive(Debug)]
 pub struct Rejected {
     /// The checkpoint's directory.
@@ -251,26 +251,26 @@ pub struct Rejected {
     pub why: Error,
 }
 
-/// The newest complete checkpoint of a run, and all newer checkpoints, which are damaged.
+/// The newest complete checkpoint of a run, and the damaged checkpoints that are newer.
 #[derive(Debug)]
 pub struct Latest {
     /// The checkpoint to resume from; `None` if the run has no complete checkpoint.
     pub checkpoint: Option<Checkpoint>,
-    /// Damaged checkpoints that are newer, newest first. The caller reports these checkpoints to the user.
+    /// Damaged checkpoints that are newer than `checkpoint`, newest first. The caller should report the damaged checkpoints to the user.
     pub rejected: Vec<Rejected>,
 }
 
-/// Finds the newest checkpoint of the run in `run_dir` whose files all match their checksums. Changes nothing on disk. If the run removes
-/// the checkpoint during the search, the search restarts.
+/// Finds the newest checkpoint of the run in `run_dir` whose files all match their checksums. Changes nothing on disk. If the run deletes a
+/// checkpoint during the search, the search restarts.
 ///
 /// # Errors
-/// [`Error::Io`] if the directory exists but cannot be listed, or a thread cannot be started. A damaged checkpoint is no error: see
-/// [`Latest::rejected`].
+/// Returns [`Error::Io`] if the directory exists but cannot be listed, or if a thread cannot be started. A damaged checkpoint causes no
+/// error, but is listed in [`Latest::rejected`].
 pub fn latest_valid(run_dir: &Path) -> Result<Latest> {
     latest_valid_until(run_dir, u64::MAX)
 }
 
-/// Like [`latest_valid`], but without the checkpoints of steps after `last`.
+/// Like [`latest_valid`], but ignores checkpoints that were written after step `last`.
 ///
 /// # Errors
 /// The errors of [`latest_valid`].

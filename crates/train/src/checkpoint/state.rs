@@ -16,21 +16,23 @@ pub(crate) const STATE_FILE: &str = "state.json";
 /// Version of the layout. A program reads only checkpoints of its own version.
 const LAYOUT: u32 = 2;
 
-/// The position of a run. Random numbers need no state, because they are functions of seed, step and element.
+/// The training progress of a run: numbers of completed steps, tokens and sequences, and the settings of the run. Random number generators
+/// have no stored state, because each random number is a function of the seed, the step and the element's index.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Position {
     /// Number of completed optimizer steps, which is also the index of the next step.
     pub step: u64,
-    /// Number of completed steps whose batch had no target, so that no weight changed. AdamW's bias corrections do not count these steps.
+    /// Number of completed steps that changed no weight because their batch had no target token. AdamW's bias corrections do not count
+    /// steps whose batch had no target.
     #[serde(default, skip_serializing_if = "is_default")]
     pub passed_over: u64,
-    /// Number of tokens of the completed steps.
+    /// Number of tokens in all completed steps.
     pub tokens: u64,
     /// Seed of the run.
     pub seed: u64,
     /// Global sample cursor: the index of the next training sequence, over all ranks and micro-batches.
     pub cursor: u64,
-    /// The learning-rate schedule. `step` is a position in this schedule.
+    /// The learning-rate schedule. The field `step` is a position in the learning-rate schedule.
     pub schedule: Schedule,
     /// Name of the precision recipe.
     pub recipe: String,
@@ -40,15 +42,15 @@ pub struct Position {
     pub recipe_toml: String,
     /// SHA-256 of the data, including the held-out part.
     pub data_sha256: String,
-    /// The resolved configuration as TOML text. Parsing this text restores the configuration exactly.
+    /// The resolved configuration as TOML text. Parsing the TOML text restores the configuration exactly.
     pub config: String,
 }
 
 impl Position {
-    /// The recipe of the run.
+    /// The precision recipe of the run.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Recipe`] for a recipe that this program does not support.
+    /// Returns [`nibble_core::Error::Recipe`] for a recipe that this program does not support.
     pub fn resolved_recipe(&self) -> Result<Recipe> {
         Ok(Recipe::parse(&self.recipe, &self.recipe_toml)?)
     }
@@ -70,9 +72,9 @@ pub struct FileEntry {
 pub struct State {
     /// Version of the layout.
     layout: u32,
-    /// The position of the run.
+    /// The training progress of the run when the checkpoint was written.
     pub position: Position,
-    /// Every other file of the checkpoint.
+    /// All files of the checkpoint, except the file in which the list itself is stored.
     pub files: Vec<FileEntry>,
     /// SHA-256 of `state.json` with 64 zeros in place of this value. The hash protects the other fields.
     sha256: String,

@@ -18,22 +18,22 @@ const TMP_PREFIX: &str = ".tmp-";
 const REPLACED_PREFIX: &str = ".tmp-replaced-";
 const LOCK_FILE: &str = ".lock";
 
-/// The contents of a checkpoint except the tensors' values, which are supplied during writing.
+/// The contents of a checkpoint except the tensors' values. The caller supplies the values while the checkpoint is written.
 #[derive(Debug, Clone)]
 pub struct Outline {
     /// F32 master weights, sorted by name.
     pub model: Vec<TensorSpec>,
     /// Optimizer moments, sorted by name.
     pub optim: Vec<TensorSpec>,
-    /// Amax histories of delayed scaling, sorted by name. If empty, the checkpoint has no file of amax histories.
+    /// Amax histories of delayed scaling, sorted by name. If the list is empty, the checkpoint has no file of amax histories.
     pub scales: Vec<TensorSpec>,
-    /// Largest size of the values in a tensor file, in bytes; 0: one file per kind of tensor.
+    /// Upper limit of the bytes of tensor values in one file; 0 means one file per kind of tensor.
     pub file_bytes: usize,
     /// The contents of `config.json`.
     pub config_json: String,
-    /// The tokenizer's files: names and contents.
+    /// Names and contents of the tokenizer's files.
     pub tokenizer: Vec<(&'static str, String)>,
-    /// The position of the run.
+    /// The training progress that the checkpoint stores.
     pub position: Position,
 }
 
@@ -60,22 +60,24 @@ pub struct Store {
 }
 
 impl Store {
-    /// Opens or creates the checkpoints of the run in `run_dir`, and removes leftovers of killed writers.
+    /// Opens or creates the directory of checkpoints of the run in `run_dir`. Also removes incomplete checkpoints that killed processes
+    /// left.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] if another process is writing checkpoints in `run_dir`; [`Error::Io`].
+    /// Returns [`Error::Checkpoint`] if another process is writing checkpoints in `run_dir`, and [`Error::Io`] if a file operation fails.
     pub fn open(run_dir: &Path) -> Result<Self> {
         let in_use = || Error::checkpoint(&run_dir.join(DIR), "another process is writing checkpoints here");
         Self::try_open(run_dir)?.ok_or_else(in_use)
     }
 
-    /// The same store, which also keeps the checkpoint before each of the newest `spikes` recorded spikes of the run.
+    /// Makes the store also keep the checkpoint before each loss or gradient spike, for the newest `spikes` spikes that the run has
+    /// recorded.
     #[must_use]
     pub fn keeping_spikes(self, spikes: usize) -> Self {
         Self { spikes, ..self }
     }
 
-    /// Like [`Store::open`], but returns `None` if another process is writing.
+    /// Like [`Store::open`], but returns `None` if another process is writing checkpoints in `run_dir`.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -99,19 +101,20 @@ impl Store {
         Ok(Some(store))
     }
 
-    /// Whether a run in this directory has ever opened its checkpoints.
+    /// Whether a run has ever opened a store of checkpoints in this directory.
     #[must_use]
     pub fn is_in(run_dir: &Path) -> bool {
         run_dir.join(DIR).join(LOCK_FILE).exists()
     }
 
-    /// Writes a checkpoint, removes all but the newest `keep` checkpoints (0: keeps all), and returns the new checkpoint's directory.
-    /// `next` supplies the values of the model's, the optimizer's and the scales' tensors in the outline's order. `next` may supply pieces
-    /// of any length, but each file ends at the end of a piece. Only one piece is in memory at a time.
+    /// Writes a checkpoint, removes old checkpoints, and returns the new checkpoint's directory. The newest `keep` checkpoints stay; 0
+    /// means that all stay. `next` supplies the tensors' values in the outline's order: the model's tensors, then the optimizer's, then the
+    /// scales. `next` may supply pieces of any length, but a piece must not contain values of two files. At any time, only one piece of the
+    /// values is in memory.
     ///
     /// # Errors
-    /// [`Error::Io`] (such as a full disk), [`Error::Checkpoint`] for inconsistent tensors, and the errors of `next`. After an error, the
-    /// earlier checkpoints are untouched.
+    /// Returns [`Error::Io`] if writing fails (such as on a full disk), [`Error::Checkpoint`] for inconsistent tensors, and any error of
+    /// `next`. If `save` fails, the earlier checkpoints stay unchanged.
     pub fn save<P: AsRef<[f32]>>(
         &self,
         outline: &Outline,

@@ -40,14 +40,15 @@ impl Kind {
         }
     }
 
-    /// The index and the value of the scale for the value at `index`; `None` for a format without scales.
+    /// The scale of the value at `index`, as the scale's own index and the scale's value; `None` for a format without scales.
     pub fn scale_of(&self, index: usize) -> Option<(usize, f32)> {
         let Self::E4m3 { scales, cols } = self else { return None };
         let block = block_of(index, *cols);
         scales.get(block).map(|scale| (block, *scale))
     }
 
-    /// Reads values from index `at` on. `fill` supplies the bytes of these values.
+    /// Reads the tensor's values from index `at` on, and converts them to F32. The closure `fill` must supply the stored bytes of the
+    /// requested values.
     pub fn read(&self, at: usize, to: &mut [f32], fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         if let Self::F32 = self {
             fill(bytemuck::cast_slice_mut(to))?;

@@ -15,9 +15,9 @@ use std::thread::{Builder, JoinHandle};
 /// Largest accepted header of a safetensors file, in bytes. The safetensors library has the same limit.
 const LONGEST_HEADER: u64 = 100_000_000;
 
-/// Tensors of one kind of a checkpoint, in one or several files. Each tensor can be taken once, and at the end every tensor must have been
-/// taken. While the tensors are read, another thread or another rank verifies the checksums. The tensors' values are known to be valid only
-/// after [`Tensors::finish`] has succeeded.
+/// All tensors of one kind, such as weights, in a checkpoint. The tensors are in one or several files. Each tensor can be taken only once,
+/// and [`Tensors::finish`] fails if a tensor has not been taken. While the caller reads tensors, another thread or another rank verifies
+/// the files' checksums. The tensors' values are known to be valid only after [`Tensors::finish`] has succeeded.
 #[derive(Debug)]
 pub struct Tensors {
     /// The path of the file, or the directory of several files.
@@ -126,7 +126,7 @@ impl Tensors {
         Ok(())
     }
 
-    /// Names and shapes of the remaining tensors, sorted by name.
+    /// Names and shapes of the tensors that have not been taken, sorted by name.
     pub fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
         self.tensors.iter().map(|(name, stored)| (name.as_str(), stored.shape.as_slice()))
     }
@@ -136,10 +136,11 @@ impl Tensors {
         self.tensors.iter().map(|(name, stored)| (name.as_str(), self.files[stored.file].path()))
     }
 
-    /// Takes the tensor `name`, which must have this shape.
+    /// Reads the tensor `name`, which must have the shape `shape`, and removes the tensor from the remaining tensors.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`], which names the tensor if it is missing or has another shape, or the file if the file cannot be read.
+    /// Returns [`Error::Checkpoint`], which names the tensor if the tensor is missing or has another shape, and names the file if the file
+    /// cannot be read.
     pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
         let stored = self.find(name, shape)?;
         let mut values = vec![0.0; stored.num_values()];
@@ -150,7 +151,8 @@ impl Tensors {
     /// Like [`Tensors::take`], but returns `None` if there is no such tensor.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`], which names the tensor if it has another shape, or the file if the file cannot be read.
+    /// Returns [`Error::Checkpoint`], which names the tensor if the tensor has another shape, and names the file if the file cannot be
+    /// read.
     pub fn take_if_there(&mut self, name: &str, shape: &[usize]) -> Result<Option<Vec<f32>>> {
         self.tensors.contains_key(name).then(|| self.take(name, shape)).transpose()
     }
@@ -214,10 +216,11 @@ impl Tensors {
         Err(Error::checkpoint(path, format!("{why}; no run goes on from it, and nothing is made of it")))
     }
 
-    /// Checks that the files match their checksums, and that every tensor was taken. A tensor that remains belongs to another model.
+    /// Checks that the files match their checksums, and that every tensor was taken. If a tensor has not been taken, the files belong to
+    /// another model.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming a damaged file, or the first remaining tensor.
+    /// Returns [`Error::Checkpoint`], which names a damaged file, or the first tensor that was not taken.
     pub fn finish(mut self) -> Result<()> {
         self.check()?;
         match self.tensors.keys().next() {
@@ -239,10 +242,10 @@ impl Tensors {
         self.finish()
     }
 
-    /// Like [`Tensors::finish`], but ignores all remaining tensors.
+    /// Like [`Tensors::finish`], but ignores tensors that have not been taken.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming the damaged file.
+    /// Returns [`Error::Checkpoint`], which names the damaged file.
     pub fn finish_with_others(mut self) -> Result<()> {
         self.check()
     }

@@ -20,7 +20,8 @@ use std::path::PathBuf;
 /// Loads a built-in recipe by name, or a recipe file by path.
 ///
 /// # Errors
-/// [`nibble_core::Error::Recipe`] for an unknown name; [`crate::Error::Config`] with path and line for an invalid file; I/O errors.
+/// Returns [`nibble_core::Error::Recipe`] for an unknown name, [`crate::Error::Config`] with path and line for an invalid file, or an I/O
+/// error.
 pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
     match path_of(name_or_path) {
         Some(path) => recipe_file::load(path),
@@ -34,7 +35,8 @@ pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
     }
 }
 
-/// The files that [`load_recipe`] reads: a recipe file, and the recipe files that it names. The list is empty for a built-in recipe.
+/// The files that [`load_recipe`] reads: the recipe file itself, and the recipe files that the recipe file names. The list is empty for a
+/// built-in recipe.
 #[must_use]
 pub fn recipe_files(name_or_path: &str) -> Vec<PathBuf> {
     recipe_file::files_of(name_or_path)
@@ -43,8 +45,8 @@ pub fn recipe_files(name_or_path: &str) -> Vec<PathBuf> {
 /// Loads the recipe of a configuration, and checks that recipe and configuration fit each other.
 ///
 /// # Errors
-/// An error for a recipe that cannot be read; the errors of [`check_recipe`]; an error for an override in a recipe file that has no effect
-/// in this run.
+/// Returns an error for a recipe that cannot be read, and for an override in a recipe file that has no effect in this run. Also returns the
+/// errors of [`check_recipe`].
 pub fn checked_recipe(config: &Config) -> Result<Recipe> {
     check_sizes(config)?;
     let recipe = for_run(config, load_recipe(&config.recipe)?);
@@ -61,9 +63,9 @@ pub fn checked_recipe(config: &Config) -> Result<Recipe> {
     Ok(recipe)
 }
 
-/// The overrides of a recipe that have no effect in a run of this configuration, with one line per override. [`checked_recipe`] refuses
-/// such overrides in a recipe file, because the file's author can fix them. In a built-in recipe, an override without effect is no mistake
-/// of the user, whose model and number of steps may differ.
+/// The overrides of a recipe that have no effect in a run of this configuration. Each of the returned strings describes one override.
+/// [`checked_recipe`] refuses overrides without effect in a recipe file, because the author of the file can fix them. In a built-in recipe,
+/// an override without effect is not the user's mistake, because the user's model and number of steps may differ.
 #[must_use]
 pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
     // A model's widths may hide what an override decides in another model.
@@ -75,16 +77,16 @@ pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
 /// Checks that a configuration and a recipe fit each other.
 ///
 /// # Errors
-/// An error for sizes that overflow, an override without matching layers, a batch that the recipe's blocks do not divide, or a
-/// `train.combine` that quantized rows do not allow.
+/// Returns an error if sizes overflow, if an override matches no layer, or if the recipe's blocks do not divide the batch. Also returns an
+/// error if the recipe quantizes rows in a way that `train.combine` does not allow.
 pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
     check_sizes(config)?;
     check_blocks(config, recipe)?;
     check_combine(config, recipe)
 }
 
-/// A note if the configuration measures quantization and the recipe quantizes nothing. The note is no error, because one configuration is
-/// used with several recipes.
+/// Returns a note if the configuration requests measurements of quantization but the recipe quantizes nothing. The note is no error,
+/// because a user may run one configuration with several recipes.
 #[must_use]
 pub fn measures_nothing(config: &Config, recipe: &Recipe) -> Option<String> {
     let every = config.train.quantization_every;
@@ -114,7 +116,7 @@ fn check_combine(config: &Config, recipe: &Recipe) -> Result<()> {
     }
 }
 
-/// The steps of a run at which a recipe's precisions may change, followed by `steps`.
+/// The steps at which the recipe's precisions may change in a run of `steps` steps. The last element is `steps`, the end of the run.
 #[must_use]
 pub fn steps_of_change(recipe: &Recipe, steps: u64) -> Vec<u64> {
     let at = |progress| first_step_at(progress, steps);
@@ -125,7 +127,7 @@ pub fn steps_of_change(recipe: &Recipe, steps: u64) -> Vec<u64> {
     found
 }
 
-/// The first of `steps` steps whose progress (step / steps) is at least `progress`.
+/// The first step whose progress (step / `steps`) is at least `progress`, in a run of `steps` steps.
 #[must_use]
 pub fn first_step_at(progress: f64, steps: u64) -> u64 {
     // F64 may round the product up: 7 / 100 · 100 is more than 7.
@@ -135,7 +137,7 @@ pub fn first_step_at(progress: f64, steps: u64) -> u64 {
 }
 
 impl Config {
-    /// The sizes on which a recipe's selections depend.
+    /// The numbers of decoder layers and steps on which a recipe's selections of layers and steps depend.
     #[must_use]
     pub fn run_size(&self) -> RunSize {
         RunSize { decoder_layers: self.model.layers, steps: self.train.steps }

@@ -7,8 +7,8 @@ use crate::spec::{ModelSpec, ParamSpec, Part};
 use nibble_core::recipe::{Contracted, Layer, LayerKind, Passes, Shortened, Widths};
 use nibble_core::{DType, Recipe};
 
-/// The recipe for a run of this configuration. Its selections use the run's numbers of layers and steps, and its transforms fit the
-/// model's widths ([`Recipe::with_widths`]).
+/// Adapts a recipe to a run of this configuration. In the returned recipe, selections use the run's numbers of layers and steps, and
+/// transforms fit the model's widths ([`Recipe::with_widths`]).
 #[must_use]
 pub fn for_run(config: &Config, recipe: Recipe) -> Recipe {
     recipe.in_run(config.run_size()).with_widths(widths(&ModelSpec::new(&config.model)))
@@ -30,7 +30,7 @@ fn common_divisor(a: usize, b: usize) -> usize {
     if b == 0 { a } else { common_divisor(b, a % b) }
 }
 
-/// Messages for the user before a run with this recipe and this configuration, one line each.
+/// Messages that the user should read before a run with this recipe and this configuration. Each message is one line.
 #[must_use]
 pub fn notes(config: &Config, recipe: &Recipe) -> Vec<String> {
     let layers = ModelSpec::new(&config.model).recipe_layers();

@@ -20,10 +20,10 @@ pub(crate) fn listed(sizes: &[Size]) -> String {
     sizes.iter().map(|size| format!("{} = {}", size.key, size.value)).collect::<Vec<_>>().join(", ")
 }
 
-/// Checks that the sizes of this configuration do not overflow and that a machine could have this much memory.
+/// Checks that the sizes of this configuration do not overflow, and that they do not require more memory than any machine can have.
 ///
 /// # Errors
-/// [`Error::Config`] with the key of the size.
+/// Returns [`Error::Config`], which names the key of the size.
 pub fn check_sizes(config: &Config) -> Result<()> {
     let (m, t, ranks) = (&config.model, &config.train, config.run.ranks.max(1));
     let mesh = config.run.mesh();

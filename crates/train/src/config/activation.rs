@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The norm of the residual stream.
+/// The kind of normalization of the residual stream: RMSNorm or LayerNorm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum NormKind {
@@ -13,7 +13,7 @@ pub enum NormKind {
     Layer,
 }
 
-/// What is between the two projections of an MLP.
+/// The nonlinearity between the two projections of an MLP: SwiGLU or GELU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Activation {

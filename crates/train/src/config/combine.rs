@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// How the output rows of a token's experts are summed. The two variants add in different orders, so results differ in the last bits for
-/// tokens with three experts or more.
+/// The order in which the output rows of a token's experts are summed. The two variants add rows in different orders, so the results of
+/// tokens with three or more experts differ in the last bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Combine {

@@ -9,15 +9,16 @@ use crate::tokenizer::AUTO;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DataConfig {
-    /// The source of the tokens. `synthetic` is the built-in language; `random` gives uniform ids below `model.vocab_size`, for speed
-    /// measurements; `mixture` (set automatically) means the sources in `mixture`. Any other value is a file, a glob, or a folder, whose
-    /// files of known kinds are read in order of their names. Files contain text, JSON Lines, JSON arrays, Parquet, or token ids; text and
-    /// JSON may be compressed with gzip or zstd.
+    /// The source of the tokens. `synthetic` means the built-in language. `random` means uniformly random ids below `model.vocab_size`, for
+    /// speed measurements. `mixture` means the sources in the key `mixture`, and is set automatically. Any other value of `source` is the
+    /// path of a file or folder, or a glob. In a folder, the files of known kinds are read in order of their names. Files contain text,
+    /// JSON Lines, JSON arrays, Parquet, or token ids. Files of text and JSON may be compressed with gzip or zstd.
     pub source: String,
-    /// The labels of the images in `source`, an IDX file like those of MNIST, for an image classifier (`model.image_size`).
+    /// The IDX file (the file format of MNIST) with the labels of the images in `source`. Only image classifiers (`model.image_size`) have
+    /// labels.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub labels: String,
-    /// The held-out images of an image classifier, an IDX file.
+    /// The IDX file with the held-out images of an image classifier.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub valid_source: String,
     /// The labels of `valid_source`.
@@ -26,8 +27,8 @@ pub struct DataConfig {
     /// Whether to read a file as plain bytes, even if it begins like an archive, an image or another binary format.
     #[serde(skip_serializing_if = "is_default")]
     pub bytes: bool,
-    /// The tokenizer of text: the path of a `tokenizer.json`, or of a folder that has one. If empty, the tokenizer of the model in
-    /// `train.init_from` is used; without such a model, tokens are bytes.
+    /// The tokenizer of text: the path of a `tokenizer.json`, or of a folder that contains a `tokenizer.json`. If `tokenizer` is empty, the
+    /// tokenizer of the model in `train.init_from` is used. If both keys are empty, each byte of a text is a token.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub tokenizer: String,
     /// The token before each document: `auto` for the token that the tokenizer's files specify, `none` for no token, or the token's text.
@@ -39,35 +40,36 @@ pub struct DataConfig {
     /// In JSON and Parquet files, the key or column with the text of a document.
     #[serde(skip_serializing_if = "is_usual_text_key")]
     pub text_key: String,
-    /// The key or column of a prompt, whose tokens are no targets; `answer_key` names the key of its answer. If empty, documents are plain
-    /// texts.
+    /// The key or column that contains prompts, whose tokens are not training targets. `answer_key` names the key of the answers. If
+    /// `prompt_key` is empty, documents are plain texts.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub prompt_key: String,
     /// The key or column of the answer to a prompt.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub answer_key: String,
-    /// In JSON files, the key of a conversation's messages. The tokenizer's chat template renders the messages as text. Only the answers
-    /// are targets.
+    /// In JSON files, the key that contains the messages of a conversation. The chat template of the tokenizer converts the messages to
+    /// text. Only the tokens of answers are training targets.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub messages_key: String,
-    /// Several sources with weights: each source provides `weight / sum of weights` of the sequences. If empty, `source` is the only
-    /// source.
+    /// Several sources with weights. Each source provides the fraction `weight / sum of weights` of the training sequences. If `mixture` is
+    /// empty, `source` is the only source.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub mixture: Vec<MixtureSource>,
-    /// What happens to an unreadable row. With `stop`, the run does not start. With `skip`, the row is left out, counted and reported.
+    /// What the run does with a data row that cannot be read. With `stop`, an unreadable row prevents the start of the run. With `skip`,
+    /// the run leaves the row out, counts it, and reports it.
     #[serde(skip_serializing_if = "is_default")]
     pub on_error: OnError,
-    /// Folder of token caches. If empty, `nibble/data` in the user's cache folder.
+    /// Folder of token caches. If `cache_dir` is empty, the token caches are in the folder `nibble/data` of the user's cache folder.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub cache_dir: String,
     /// Number of tokens of a sequence.
     pub seq_len: usize,
-    /// Whether the documents of a sequence are separated: positions restart at each document, and no token attends to or predicts a token
-    /// of another document.
+    /// Whether documents in one sequence are separated. If documents are separated, positions restart at each document, and no token
+    /// attends to or predicts a token of another document.
     #[serde(skip_serializing_if = "is_default")]
     pub document_mask: bool,
-    /// Fraction of the tokens that is held out: whole documents at the end, or the end of a single document. The built-in language has
-    /// separate held-out records.
+    /// Fraction of the tokens that is held out for evaluation. The held-out tokens are whole documents at the end, or the end of a single
+    /// document. The built-in language has held-out records of its own, separate from the training records.
     pub valid_fraction: f64,
 }
 
@@ -106,7 +108,7 @@ impl DataConfig {
         }
     }
 
-    /// The sources of the data, in one line.
+    /// A description of the data's sources in one line.
     #[must_use]
     pub fn described(&self) -> String {
         if self.mixture.is_empty() {
@@ -132,7 +134,7 @@ fn usual_weight() -> f64 {
     1.0
 }
 
-/// What happens to a row that cannot be read.
+/// What the run does with a data row that cannot be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnError {

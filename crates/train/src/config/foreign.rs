@@ -225,7 +225,8 @@ pub(crate) fn in_words_of(text: &str, is_there: impl Fn(&str) -> bool) -> String
     text
 }
 
-/// The meaning of an unknown command-line option, given without `--`. The last word of one of Nibble's keys is recognized too.
+/// What an unknown command-line option means in Nibble. `option` is the option's name without `--`. The option may also be the last word of
+/// one of Nibble's own keys.
 #[must_use]
 pub fn of_option(option: &str) -> Option<Meaning> {
     let name = normal(option.trim_start_matches('-'));

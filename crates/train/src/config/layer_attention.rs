@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The keys of their document to which a layer's queries attend, as named in a configuration.
+/// The keys to which the queries of a layer attend within their document, as named in a configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LayerAttention {

@@ -40,15 +40,16 @@ enum Source {
 type Lines = BTreeMap<String, usize>;
 
 impl Config {
-    /// Loads the configuration that a user requests: a built-in configuration by name, or a TOML file by path. Then applies `overrides`,
-    /// each `key=value` with a dotted key and a TOML value (a bare word is a string).
+    /// Loads the configuration that a user requests: a built-in configuration by name, or a TOML file by path. Then applies `overrides`.
+    /// Each override has the form `key=value`, with a dotted key and a TOML value; a bare word is a string.
     ///
-    /// The result is resolved (`model.vocab_size` and `run.dir` are filled in) and validated. Unused settings are errors in a user's file.
-    /// In a file that a run has stored, unused settings are no errors, because such a file contains every key.
+    /// The returned configuration is validated and has no open values: `model.vocab_size` and `run.dir` are filled in. In a user's file, a
+    /// setting that is not used is an error. In a configuration file that a run has written, unused settings are allowed, because the run
+    /// writes every key.
     ///
     /// # Errors
-    /// [`Error::Config`] for an unknown name or key, a wrong type, an impossible value, or an unused setting; [`Error::Io`] for an
-    /// unreadable file.
+    /// Returns [`Error::Config`] for an unknown name or key, a wrong type, an impossible value, or an unused setting. Returns [`Error::Io`]
+    /// for an unreadable file.
     pub fn load(name_or_path: &str, overrides: &[String]) -> Result<Self> {
         let path = Path::new(name_or_path);
         if let Some(text) = preset(name_or_path) {
@@ -74,27 +75,29 @@ impl Config {
         Self::asked(&read_text(path)?, path, overrides)
     }
 
-    /// Loads the configuration that a run has stored, which contains every key. Then applies `overrides`, which are checked like a user's
-    /// settings.
+    /// Loads the configuration that a run has stored, which contains every key. Then applies `overrides`, and checks them in the same way
+    /// as the settings in a user's file.
     ///
     /// # Errors
-    /// The errors of [`Config::load`], except that the file may contain unused settings.
+    /// Returns the same errors as [`Config::load`], except that the file may contain unused settings.
     pub fn stored(path: &Path, overrides: &[String]) -> Result<Self> {
         Self::from_text(&read_text(path)?, path, overrides)
     }
 
-    /// Like [`Config::load`], but from text. Errors name `file`, and the stem of `file` is the run's default name.
+    /// Like [`Config::load`], but parses the TOML text `text`. Error messages name `file`. The default name of the run is the name of
+    /// `file` without its extension.
     ///
     /// # Errors
-    /// [`Error::Config`], with the same causes as in [`Config::load`].
+    /// Returns [`Error::Config`], with the same causes as in [`Config::load`].
     pub fn asked(text: &str, file: &Path, overrides: &[String]) -> Result<Self> {
         Self::read(text, file, overrides, Source::Asked, Vec::new())
     }
 
-    /// Like [`Config::stored`], but from text. Errors name `file`, and the stem of `file` is the run's default name.
+    /// Like [`Config::stored`], but parses the TOML text `text`. Error messages name `file`. The default name of the run is the name of
+    /// `file` without its extension.
     ///
     /// # Errors
-    /// [`Error::Config`], with the same causes as in [`Config::stored`].
+    /// Returns [`Error::Config`], with the same causes as in [`Config::stored`].
     pub fn from_text(text: &str, file: &Path, overrides: &[String]) -> Result<Self> {
         Self::stored_beside(text, file, overrides, Vec::new())
     }
@@ -151,8 +154,8 @@ impl Config {
         Ok(config)
     }
 
-    /// The files that a command reads for this configuration, which was loaded by name or path: the configuration's own file, and the files
-    /// of the recipe, the data and the tokenizer.
+    /// The files that a command reads for this configuration: the configuration's own file, and the files of the recipe, the data and the
+    /// tokenizer. `name_or_path` is the argument with which the configuration was loaded.
     pub fn files(&self, name_or_path: &str) -> Vec<PathBuf> {
         let own = preset(name_or_path).is_none().then_some(name_or_path);
         let texts = if self.is_text() { self.data.sources() } else { Vec::new() };
@@ -162,7 +165,7 @@ impl Config {
         named.chain(recipe_file::files_of(&self.recipe)).chain(texts).collect()
     }
 
-    /// Every dotted key, in alphabetical order.
+    /// Every dotted key of a configuration, in alphabetical order.
     #[must_use]
     pub fn keys() -> Vec<String> {
         // The conversion to TOML always succeeds; a test checks this.
@@ -257,10 +260,11 @@ impl Config {
         Ok(())
     }
 
-    /// The keys that determine a run's numbers and differ between `earlier` and `self`, each as `key: earlier → now`. A resumed run should
-    /// refuse to start if this list is not empty. Tables `eval`, `checkpoint` and `run`, and the keys `train.recompute` and
-    /// `train.quantization_every`, are ignored: they change reports and speed, but no weight (except `run.reductions = "nccl"`, which is
-    /// not reproducible). `train.combine` is ignored if `self` leaves the key unset.
+    /// The keys that affect a run's results and differ between `earlier` and `self`. Each string has the form `key: earlier → now`. A
+    /// resumed run should refuse to start if the returned list is not empty. The list ignores settings that change reports and speed but no
+    /// weight: the tables `eval`, `checkpoint` and `run`, and the keys `train.recompute` and `train.quantization_every`. The setting
+    /// `run.reductions = "nccl"` is ignored too, although sums with NCCL are not reproducible. `train.combine` is ignored if `self` leaves
+    /// the key unset.
     ///
     /// # Errors
     /// The errors of [`Config::resolved_toml`].

@@ -2,7 +2,7 @@
 
 use Meaning::{Key, Said};
 
-/// The meaning in Nibble of another project's name.
+/// What the name of an option or key of another project means in Nibble.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Meaning {
     /// The configuration key with the same meaning.
@@ -20,7 +20,7 @@ impl Meaning {
         }
     }
 
-    /// The end of an error message about an unknown option that was given this value.
+    /// The end of an error message about an unknown option. `value` is the value that the user gave to the option.
     #[must_use]
     pub fn of_option(self, value: Option<&str>) -> String {
         match self {

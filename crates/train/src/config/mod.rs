@@ -62,9 +62,10 @@ pub(crate) use tokens::{Opened, kept_beside};
 pub use validate::MOST_THREADS;
 pub(crate) use validate::check_model;
 
-/// All settings that determine a run. On one kind of device, two runs with equal configurations and equal data end with equal weights,
-/// regardless of the settings in `run`, except under `run.reductions = "nccl"`. The results of GPU and CPU GEMMs differ in their last bits.
-/// (The value of `train.combine` that [`Config::begun_on`] sets must also be equal.)
+/// All settings that determine a run. On one kind of device, two runs with equal configurations and equal data end with equal weights. The
+/// settings in `run` may differ between the two runs. The exception is `run.reductions = "nccl"`, which is not reproducible. GEMMs on a GPU
+/// and on the CPU give results that differ in the last bits. For equal weights, the value of `train.combine` that [`Config::begun_on`] sets
+/// must also be equal.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
@@ -82,8 +83,8 @@ pub struct Config {
     pub eval: EvalConfig,
     /// How often checkpoints are written and how many are kept on disk.
     pub checkpoint: CheckpointConfig,
-    /// The run's output folder and hardware. These settings do not change the computation. Only the device (in GEMMs) and
-    /// `reductions = "nccl"` (in sums) change bits.
+    /// The run's output folder and hardware. The settings in `run` do not change what a run computes. Only two settings in `run` change the
+    /// last bits of results: the device (in GEMMs) and `reductions = "nccl"` (in sums).
     pub run: RunConfig,
     /// The tokenizer, after it has been opened.
     #[serde(skip)]
@@ -115,12 +116,14 @@ pub(crate) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
-    /// Weights to start from: a Hugging Face model folder, a run, or a checkpoint of a run. The values of `[model]`, except its losses and
-    /// positions, are then read from this source, and the optimizer state starts at zero. If empty, the weights are random.
+    /// Weights to start from: a Hugging Face model folder, a run, or a checkpoint of a run. The source of the weights also determines the
+    /// keys of `[model]`, except the keys of losses and positions. The optimizer state starts at zero, unless `init_state` is `all`. If
+    /// `init_from` is empty, the weights are random.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub init_from: String,
-    /// What the run takes from the checkpoint in `init_from`. With `weights`, only the weights. With `all`, also the optimizer state, the step and
-    /// the position in the data: the run then continues the other run under another recipe or other settings.
+    /// What the run takes from the checkpoint in `init_from`. With `weights`, the run takes only the weights. With `all`, the run also
+    /// takes the optimizer state, the step and the position in the data. With `all`, the run continues the run of the checkpoint under
+    /// another recipe or other settings.
     #[serde(skip_serializing_if = "is_default")]
     pub init_state: InitState,
     /// Number of optimizer steps of the whole run.
@@ -129,24 +132,25 @@ pub struct TrainConfig {
     pub batch_size: usize,
     /// Number of micro-batches of a step.
     pub grad_accum: usize,
-    /// Number of shards of a micro-batch, whose partial sums are added as a binary tree. The result does not depend on the number of ranks,
-    /// which must divide the number of shards.
+    /// Number of shards into which a micro-batch is divided. The partial sums of the shards are added along a binary tree. The results of
+    /// training do not depend on the number of ranks, which must divide `shards`.
     pub shards: usize,
-    /// Number of shards of a micro-batch for experts' gradients, which are added as a binary tree: a power of two that `run.dp` divides.
-    /// The result depends on this number, but not on the number of ranks.
+    /// Number of shards into which a micro-batch is divided for the experts' gradients: a power of two that is a multiple of `run.dp`. The
+    /// gradients of the shards are added along a binary tree. The results of training depend on `expert_shards`, but not on the number of
+    /// ranks.
     #[serde(skip_serializing_if = "is_one")]
     pub expert_shards: usize,
-    /// How the rows of a token's experts are summed. With `slots`, rows are summed in slot order and rounded once. With `tree`, rows are
-    /// summed along a binary tree over the experts and rounded at each node, so that each rank sends one row per token. The result depends
-    /// on this setting, but not on the number of ranks. If the key is unset, the run chooses a value at its start and stores it: `tree` if
-    /// experts are sharded over GPUs, otherwise `slots`.
+    /// How the output rows of a token's experts are summed. With `slots`, rows are summed in slot order and rounded once. With `tree`, rows
+    /// are summed along a binary tree over the experts and rounded at each node. With `tree`, each rank sends only one row per token. The
+    /// results of training depend on `combine`, but not on the number of ranks. If `combine` is unset, the run chooses `tree` if experts
+    /// are sharded over GPUs, otherwise `slots`. A run in which `combine` is unset stores the chosen value at its start.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub combine: Option<Combine>,
     /// Peak learning rate.
     pub lr: f64,
     /// Learning rate of the last step.
     pub min_lr: f64,
-    /// Number of steps of the linear warm-up.
+    /// Number of steps of the linear warm-up of the learning rate.
     pub warmup_steps: u64,
     /// The learning-rate schedule: `cosine` or `wsd`.
     pub schedule: ScheduleKind,
@@ -160,27 +164,31 @@ pub struct TrainConfig {
     pub beta2: f64,
     /// AdamW's ε.
     pub eps: f64,
-    /// Largest global gradient norm; 0 means no clipping.
+    /// Global gradient norm above which gradients are clipped; 0 means no clipping.
     pub clip_norm: f64,
-    /// The amount by which a step changes an expert's bias under `model.router_bias`: the bias rises if fewer slots than the mean selected
-    /// the expert, and falls if more did. 0 means constant biases ([arXiv 2408.15664](https://arxiv.org/abs/2408.15664)).
+    /// The amount by which each step changes an expert's bias under `model.router_bias` ([arXiv
+    /// 2408.15664](https://arxiv.org/abs/2408.15664)). An expert's bias rises if the expert received fewer token slots than the mean, and
+    /// falls if the expert received more. 0 means constant biases.
     #[serde(skip_serializing_if = "is_usual_bias_rate")]
     pub router_bias_rate: f64,
-    /// Whether training tokens are assigned to experts round-robin, regardless of the router, for speed measurements. Loads are equal if
-    /// the number of experts divides the number of tokens of a shard. This setting is only for such measurements.
+    /// Whether training tokens are assigned to experts round-robin, regardless of the router, for speed measurements. All experts get
+    /// equally many tokens if the number of experts divides the number of tokens of a shard. The setting is meant for speed measurements
+    /// only.
     #[serde(skip_serializing_if = "is_default")]
     pub force_load_balance: bool,
     /// Type of weight gradients: `f32`, or `bf16` at half the size. A `bf16` gradient is rounded once per micro-batch and accumulated in
-    /// F32. Gradients of embeddings and norms that are accumulated more than once a step stay F32.
+    /// F32. Gradients of embeddings and norms stay F32 if they are accumulated more than once per step.
     pub grad_dtype: PlainType,
     /// Type of AdamW's moments: `f32`, or `bf16` at half the size.
     pub moment_dtype: PlainType,
-    /// Activations that the backward pass recomputes instead of reading saved copies: a list of `norms`, `swiglu`, `expert_input`,
-    /// `mla_up`, `mlp_up`, `attention`, `mlp`, `experts`, `layers`; `experts@first:8` recomputes the scope in the first 8 decoder layers
-    /// only. Recomputation needs less memory and more time, and gives the same bits.
+    /// Activations that the backward pass recomputes instead of reading saved copies. The value is a list of `norms`, `swiglu`,
+    /// `expert_input`, `mla_up`, `mlp_up`, `attention`, `mlp`, `experts`, `layers`. A suffix limits a scope to some decoder layers:
+    /// `experts@first:8` recomputes experts in the first 8 decoder layers only. Recomputation needs less memory and more time, and gives
+    /// the same bits.
     pub recompute: Recompute,
-    /// Number of steps between measurements of quantization: the fractions of values that stay exact, become zero, or are clipped; 0 means
-    /// no measurements. Each measurement covers about four layers, in turn. No bit of the run changes; only the measured steps take longer.
+    /// Number of steps between measurements of quantization; 0 means no measurements. A measurement counts the fractions of values that
+    /// stay exact, become zero, or are clipped. Each measurement covers about four layers, and successive measurements take the layers in
+    /// turn. Measurements change no bit of the run's results, but make the measured steps slower.
     #[serde(skip_serializing_if = "is_default")]
     pub quantization_every: u64,
 }
@@ -192,7 +200,7 @@ impl TrainConfig {
         self.quantization_every > 0 && (step + 1).is_multiple_of(self.quantization_every)
     }
 
-    /// The steps that measure quantization, as a lazy sequence, because a run may have too many steps to list.
+    /// The steps that measure quantization. The sequence is lazy, because a run may have too many steps to list.
     pub fn measured_steps(&self) -> impl Iterator<Item = u64> + '_ {
         let every = self.quantization_every;
         let last_ones = (1u64..).map_while(move |turn| every.checked_mul(turn)?.checked_sub(1));
@@ -211,7 +219,7 @@ pub enum InitState {
     All,
 }
 
-/// A plain type, as written in a configuration.
+/// A floating-point type without scales, as written in a configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PlainType {
@@ -266,15 +274,15 @@ impl Default for TrainConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EvalConfig {
-    /// Number of steps between evaluations; 0 means only at the end.
+    /// Number of steps between evaluations; 0 means one evaluation, at the end of the run.
     pub every: u64,
     /// Number of batches of an evaluation during the run; 0 means all held-out data. Each batch has 16 sequences, regardless of
     /// `train.batch_size`. The last evaluation always uses all held-out data.
     pub batches: usize,
-    /// Multiple-choice question files that every evaluation also scores.
+    /// Paths of files with multiple-choice questions that every evaluation also scores.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tasks: Vec<String>,
-    /// Whether a question begins with the BOS token if texts begin with this token (`data.bos_token`).
+    /// Whether a question begins with the BOS token. The setting has an effect only if texts begin with BOS (`data.bos_token`).
     #[serde(skip_serializing_if = "is_true")]
     pub add_bos_token: bool,
 }
@@ -295,18 +303,21 @@ impl Default for EvalConfig {
 pub struct CheckpointConfig {
     /// Number of steps between checkpoints; 0 means no checkpoint during the run.
     pub every: u64,
-    /// How many of the newest checkpoints stay on disk; 0 means all.
+    /// Number of the newest checkpoints that stay on disk; 0 means that all checkpoints stay.
     pub keep: usize,
-    /// For how many of the newest recorded spikes ([`crate::spikes`]) the checkpoint before the spike also stays on disk; 0 means none.
+    /// Number of recorded spikes ([`crate::spikes`]), counted from the newest, for which the checkpoint before the spike also stays on
+    /// disk; 0 means none.
     #[serde(skip_serializing_if = "is_one")]
     pub keep_spikes: usize,
     /// Whether the run writes a checkpoint at its end.
     pub at_end: bool,
-    /// Host memory in GiB that buffers checkpoints between device and disk, shared equally by the ranks of a host. With a GPU this memory
-    /// is page-locked, and stays allocated until the run ends. A checkpoint that fits is copied while the next step computes. A larger
-    /// checkpoint delays that step's optimizer until the rest has been written to disk.
+    /// Size in GiB of the host memory that buffers checkpoints between device and disk. The ranks of a host share the buffer memory
+    /// equally. With a GPU, the buffer memory is page-locked and stays allocated until the run ends. If a checkpoint fits into the buffer
+    /// memory, the checkpoint is copied while the next step computes. A checkpoint that exceeds the buffer memory delays the optimizer of
+    /// the next step until the rest of the checkpoint has been written to disk.
     pub host_gib: usize,
-    /// Largest size of a tensor file in MiB; 0 means one file for all tensors. A larger tensor has its own file.
+    /// Upper limit of the size of a tensor file in MiB; 0 means one file for all tensors. A tensor that is larger than `file_mib` has a
+    /// file of its own.
     #[serde(skip_serializing_if = "is_usual_file")]
     pub file_mib: usize,
 }
@@ -321,28 +332,34 @@ impl Default for CheckpointConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RunConfig {
-    /// Directory of metrics, checkpoints and the plot. If empty, `runs/NAME` with the configuration's name.
+    /// Directory for the run's metrics, checkpoints and plot. If `dir` is empty, the directory is `runs/NAME`, where NAME is the
+    /// configuration's name.
     pub dir: String,
-    /// The device: `cpu`; `cuda`, a Hopper GPU for each rank; `cuda:N`, the GPU with this driver index; or `auto`, Hopper GPUs if there are
-    /// enough, otherwise the CPU. The results of GPU and CPU GEMMs differ in their last bits.
+    /// The device of the run: `cpu`, `cuda`, `cuda:N` or `auto`. `cuda` means one Hopper GPU for each rank, and `cuda:N` means the GPU with
+    /// index N in the driver. `auto` means Hopper GPUs if there are enough, otherwise the CPU. GEMMs on a GPU and on the CPU give results
+    /// that differ in the last bits.
     pub device: DeviceChoice,
-    /// Number of ranks, which must divide `train.shards`. Ranks are threads, each with its own GPU or all on the CPU, or processes if a
-    /// launcher starts that many. A batch's tokens are sharded over all ranks, and a layer's experts over `ranks / dp` ranks.
+    /// Number of ranks, which must divide `train.shards`. Ranks are threads of one process, or processes if a launcher starts that many.
+    /// Each rank has its own GPU, or all ranks are on the CPU. The tokens of a batch are sharded over all ranks, and the experts of a layer
+    /// are sharded over `ranks / dp` ranks.
     pub ranks: usize,
-    /// Number of replicas of each expert, which must divide `ranks` and `train.expert_shards`. With 1, each expert is on one rank.
+    /// Number of replicas of each expert, which must divide `ranks` and `train.expert_shards`. If `dp` is 1, each expert is on one rank
+    /// only.
     #[serde(skip_serializing_if = "is_one")]
     pub dp: usize,
-    /// With expert parallelism, the capacity of a rank in token slots, as a multiple (at least 1) of the rank's share under balanced
-    /// routing. No token is dropped: on overflow the step is retried with larger capacity, with the same bits.
+    /// With expert parallelism, the number of token slots that fit into a rank, as a multiple (at least 1) of the slots that the rank gets
+    /// under balanced routing. No token is dropped. If the slots of a rank overflow, the step is repeated with larger capacity and gives
+    /// the same bits.
     #[serde(skip_serializing_if = "is_usual_capacity")]
     pub capacity_factor: f64,
-    /// How gradients are summed over ranks. With `tree`, the order of the sum is independent of ranks and devices. With `nccl`, on GPUs
-    /// only, the order depends on NCCL's version, the GPUs and their links, so a run's bits are not reproducible on another machine.
+    /// How gradients are summed over ranks. With `tree`, the order of the summation does not depend on the number of ranks or on the kind
+    /// of device. With `nccl`, which works on GPUs only, the order depends on NCCL's version, the GPUs and their links. With `nccl`, the
+    /// bits of a run are not reproducible on another machine.
     #[serde(skip_serializing_if = "is_default")]
     pub reductions: Reductions,
     /// Number of worker threads over all ranks; 0 means one thread per core.
     pub threads: usize,
-    /// Number of steps between console lines; the metrics file always gets every step.
+    /// Number of steps between lines on the console. The metrics file always contains every step.
     pub log_every: u64,
 }
 
@@ -373,7 +390,7 @@ pub enum Reductions {
 }
 
 impl RunConfig {
-    /// The number of ranks along each axis. The configuration must be valid.
+    /// The number of ranks along each axis of the device mesh. The caller must have validated the configuration.
     #[must_use]
     pub fn mesh(&self) -> MeshShape {
         MeshShape { dp: self.dp, ep: self.ranks / self.dp.max(1) }
@@ -421,9 +438,10 @@ impl Config {
         }
     }
 
-    /// The configuration of a run that starts on devices of this kind, with a value for `train.combine`. With experts sharded over GPUs,
-    /// the value is `tree`, because one row per slot would dominate the traffic. The value is `slots` if `top_k` exceeds the GPU's limit
-    /// for trees, or if the recipe quantizes the rows that experts return.
+    /// The configuration with which a run starts on devices of this kind. The returned configuration has a value for `train.combine`. If
+    /// experts are sharded over GPUs, `train.combine` is `tree`, because sending one row per token slot would dominate the traffic.
+    /// `train.combine` is `slots` instead if `top_k` exceeds the limit of the GPU's tree sum, or if the recipe quantizes the rows that
+    /// experts return.
     #[must_use]
     pub fn begun_on(&self, kind: DeviceKind, recipe: &Recipe) -> Self {
         let mut begun = self.clone();
@@ -434,7 +452,8 @@ impl Config {
         begun
     }
 
-    /// The configuration for resuming a run that began with `earlier`. Settings that `self` leaves unset are copied from `earlier`.
+    /// The configuration with which to resume a run that began with the configuration `earlier`. For each setting that `self` leaves unset,
+    /// the result has the value of `earlier`.
     #[must_use]
     pub fn going_on_from(&self, earlier: &Self) -> Self {
         let mut now = self.clone();
@@ -446,13 +465,13 @@ impl Config {
         now
     }
 
-    /// Number of positions of the model, which also limits the length of generated text.
+    /// Number of positions of the model: the largest number of tokens of a sequence, also in generation.
     #[must_use]
     pub fn positions(&self) -> usize {
         if self.model.max_positions == 0 { self.data.seq_len } else { self.model.max_positions }
     }
 
-    /// Number of sequences of one optimizer step. The data cursor advances by this number in each step.
+    /// Number of sequences of one optimizer step. Each step advances the data cursor by this number of sequences.
     #[must_use]
     pub fn sequences_per_step(&self) -> u64 {
         (self.train.batch_size * self.train.grad_accum) as u64
@@ -470,17 +489,17 @@ impl Config {
         self.data.source == SYNTHETIC
     }
 
-    /// Whether the tokens come from files of text or ids.
+    /// Whether the tokens come from files of text or of token ids.
     #[must_use]
     pub fn is_text(&self) -> bool {
         !self.has_own_tokens()
     }
 
-    /// The complete configuration as TOML. Keys are in a fixed order, so equal configurations give equal text. Loading this text gives the
-    /// same configuration.
+    /// The complete configuration as TOML. Keys are in a fixed order, so equal configurations give equal text. Loading the TOML text gives
+    /// the same configuration again.
     ///
     /// # Errors
-    /// [`Error::Config`] if a number has no TOML form. [`Config::validate`] refuses such numbers too.
+    /// Returns [`Error::Config`] if a number has no TOML form. [`Config::validate`] also refuses numbers without a TOML form.
     pub fn resolved_toml(&self) -> Result<String> {
         toml::to_string(self).map_err(|e| Error::config("", e.to_string()))
     }

@@ -9,20 +9,22 @@ use crate::error::Result;
 use nibble_core::ops::ExpertGroups;
 use serde::{Deserialize, Serialize};
 
-/// The shape of a decoder: grouped-query or latent attention (DeepSeek), then in each layer experts (Qwen3-MoE) or one MLP (Qwen3, Llama).
+/// The shape of a decoder. Each layer has attention (grouped-query, or latent as in DeepSeek), followed by experts (as in Qwen3-MoE) or by
+/// one MLP (as in Qwen3 and Llama).
 ///
-/// A model without experts omits the experts' keys: `top_k`, `expert_ffn`, `shared_ffn`, `norm_topk_prob`, and the router's losses. The
-/// values of these keys are then 0 or false.
+/// A configuration without experts omits the keys of experts: `top_k`, `expert_ffn`, `shared_ffn`, `norm_topk_prob`, and the keys of the
+/// router's losses. For a model without experts, the values of the keys of experts are 0 or false.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelConfig {
-    /// Number of rows of the embedding; 0 means the vocabulary size of the data. For images, the number of classes.
+    /// Number of rows of the embedding; 0 means the vocabulary size of the data. For an image classifier, `vocab_size` is the number of
+    /// classes.
     pub vocab_size: usize,
-    /// Side of the images of an image classifier, in pixels; 0 means a language model. An image has one channel.
+    /// Side in pixels of the square images of an image classifier; 0 means a language model. Images must have a single channel.
     #[serde(skip_serializing_if = "is_default")]
     pub image_size: usize,
-    /// Side of the patches into which an image is divided, in pixels; divides `image_size`. A linear layer embeds each patch, and each
-    /// position has a learned vector instead of RoPE.
+    /// Side in pixels of the square patches into which an image is divided. The side must divide `image_size`. A linear layer embeds each
+    /// patch, and each position has a learned vector instead of RoPE.
     #[serde(skip_serializing_if = "is_default")]
     pub patch_size: usize,
     /// Width of the residual stream.
@@ -33,12 +35,12 @@ pub struct ModelConfig {
     pub heads: usize,
     /// Number of key and value heads, which must divide `heads`.
     pub kv_heads: usize,
-    /// Width of a head of queries and keys. The width must be even, because RoPE rotates pairs.
+    /// Width of a head of queries and keys. The width must be even, because RoPE rotates pairs of elements.
     pub head_dim: usize,
-    /// Width of a head of values; 0 means the same as `head_dim`. See [`ModelConfig::value_head_dim`].
+    /// Width of a head of values; 0 means the same width as `head_dim`. See [`ModelConfig::value_head_dim`].
     pub value_head_dim: usize,
-    /// The RMSNorm of queries and keys before RoPE: `true` normalizes each head separately, as in Qwen3; `"width"` normalizes all heads
-    /// together, as in OLMoE; `false` means no norm, as in Llama.
+    /// The RMSNorm of queries and keys before RoPE. `true` normalizes each head separately, as in Qwen3. `"width"` normalizes all heads
+    /// together, as in OLMoE. `false` means no norm, as in Llama.
     pub qk_norm: QkNorm,
     /// Whether the projections to queries, keys and values have biases, as in Qwen2.5. Not available with `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
@@ -46,33 +48,34 @@ pub struct ModelConfig {
     /// Whether the projection of attention's output has a bias. Not available with `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub o_bias: bool,
-    /// Whether each query head has an attention sink, a learnt logit in its softmax that has no value, as in GPT-OSS. Not available with
-    /// `kv_rank`.
+    /// Whether each query head has an attention sink, as in GPT-OSS: a learnt logit that takes part in the head's softmax but has no value
+    /// vector. Not available with `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub attention_sinks: bool,
-    /// Whether a query sees no key after its own. `false`: each query sees its whole sequence; only for images (`data.labels`), because a
-    /// language model would see the token that it predicts.
+    /// Whether attention is causal: a query attends to no key after its own position. If `false`, each query attends to its whole sequence.
+    /// Only image classifiers (`data.labels`) allow `false`, because a language model would see the token that it predicts.
     #[serde(skip_serializing_if = "is_true")]
     pub causal: bool,
     /// Sliding window: the largest number of keys that a query attends to, including its own key, as in Mistral; 0 means no limit.
     #[serde(skip_serializing_if = "is_default")]
     pub sliding_window: usize,
-    /// The layers with the sliding window, as a pattern that repeats over the layers: `["sliding", "full"]` for layers 0, 2, 4…, as in
-    /// GPT-OSS. An empty list means all layers.
+    /// The layers with the sliding window, as a pattern that repeats over the layers. For example, `["sliding", "full"]` gives the window
+    /// to layers 0, 2, 4…, as in GPT-OSS. An empty list means that all layers have the sliding window.
     #[serde(skip_serializing_if = "is_default")]
     pub sliding_window_layers: Vec<LayerAttention>,
     /// The norm of the residual stream: `rms`, or `layer` for LayerNorm, which has biases.
     #[serde(skip_serializing_if = "is_default")]
     pub norm: NormKind,
-    /// What is between the two projections of an MLP: `swiglu`, or `gelu` for one projection and GELU. Only without experts.
+    /// The nonlinearity of an MLP: `swiglu`, or `gelu`, which has a single projection before the nonlinearity. Only without experts.
     #[serde(skip_serializing_if = "is_default")]
     pub activation: Activation,
     /// Whether the projections of MLPs have biases. Only without experts.
     #[serde(skip_serializing_if = "is_default")]
     pub mlp_bias: bool,
-    /// Width inside the MLP of a dense layer; 0 means that no layer is dense.
+    /// Hidden width of the MLP in a dense layer; 0 means that no layer is dense.
     pub ffn: usize,
-    /// Number of leading dense layers in a model with experts. In a model without experts all layers are dense, and this number is 0.
+    /// Number of dense layers in a model with experts. The dense layers precede the layers with experts. In a model without experts, all
+    /// layers are dense and `dense_layers` is 0.
     pub dense_layers: usize,
     /// Number of experts of a layer; 0 means that every layer is dense.
     pub experts: usize,
@@ -80,31 +83,32 @@ pub struct ModelConfig {
     pub top_k: usize,
     /// Width inside an expert.
     pub expert_ffn: usize,
-    /// Width of the shared expert, which gets every token; 0 means no shared expert.
+    /// Hidden width of the shared expert, which processes every token; 0 means no shared expert.
     pub shared_ffn: usize,
     /// Whether the weights of a token's selected experts are normalized to sum to 1.
     pub norm_topk_prob: bool,
-    /// Number of positions of the model: the longest sequence in training and generation; 0 means `data.seq_len`. See
+    /// Largest number of tokens of a sequence, in training and generation; 0 means `data.seq_len`. See
     /// [`Config::positions`](super::Config::positions).
     #[serde(skip_serializing_if = "is_default")]
     pub max_positions: usize,
     /// The router's score function: `softmax` or `sigmoid`.
     #[serde(skip_serializing_if = "is_default")]
     pub scores: Scores,
-    /// Whether each expert has a bias that is added to its score for selection only. The bias has no gradient: see
-    /// `train.router_bias_rate`.
+    /// Whether each expert has a bias. The bias is added to the expert's score only for the selection of experts. The bias has no gradient,
+    /// but changes in each step by `train.router_bias_rate`.
     #[serde(skip_serializing_if = "is_default")]
     pub router_bias: bool,
-    /// Number of equal groups of consecutive experts; 0 means no groups.
+    /// Number of groups into which the experts are divided; 0 means no groups. Each group consists of equally many consecutive experts.
     #[serde(skip_serializing_if = "is_default")]
     pub groups: usize,
-    /// Number of groups with the best scores. A token's experts are selected from these groups.
+    /// Number of groups from which a token's experts are selected. The groups with the best scores for the token are used.
     #[serde(skip_serializing_if = "is_default")]
     pub top_groups: usize,
-    /// The score of a group: `max` is the score of the group's best expert, and `top2` is the sum of the scores of its two best experts.
+    /// How a group is scored. `max` takes the score of the group's best expert, and `top2` takes the sum of the scores of the group's two
+    /// best experts.
     #[serde(skip_serializing_if = "is_default")]
     pub group_score: GroupScore,
-    /// Factor that is applied last to the weights of a token's experts.
+    /// Factor by which the weights of a token's experts are multiplied, as the last step of routing.
     #[serde(skip_serializing_if = "is_one")]
     pub route_scale: f64,
     /// Base of the RoPE frequencies.
@@ -113,28 +117,31 @@ pub struct ModelConfig {
     pub norm_eps: f64,
     /// Whether the output head shares the embedding's weight.
     pub tie_embeddings: bool,
-    /// Weight of the load-balancing loss, which is summed over layers with experts and averaged over a step's shards and micro-batches.
-    /// Under `balance = "shard"`, the loss of a layer and shard is experts · Σ (fraction of the shard's slots that an expert gets) · (the
-    /// expert's mean probability in the shard), which is 1 under uniform routing. So `train.shards` determines the number of tokens over
-    /// which experts must be balanced. `transformers` defines another loss: `router_aux_loss_coef` in an exported `config.json` is this
-    /// weight times layers with experts / `top_k`.
+    /// Weight of the load-balancing loss. The loss is summed over layers with experts and averaged over a step's shards and micro-batches.
+    /// Under `balance = "shard"`, the loss of one layer and one shard is (number of experts) · Σ f · p, summed over the experts. In this
+    /// formula, f is the fraction of the shard's token slots that the expert gets, and p is the expert's mean probability in the shard.
+    /// Under uniform routing, the load-balancing loss is 1. The setting `train.shards` therefore determines the number of tokens over which
+    /// the loss balances the experts. The load-balancing loss of `transformers` is defined differently. In an exported `config.json`,
+    /// `router_aux_loss_coef` is therefore `aux_loss_coef` times (number of layers with experts) / `top_k`.
     pub aux_loss_coef: f64,
-    /// The scope of the load-balancing loss: `shard`, `sequence`, or `batch`, which is the loss of `transformers`.
+    /// The set of tokens over which the load-balancing loss balances experts: `shard`, `sequence`, or `batch`. `batch` gives the loss of
+    /// `transformers`.
     #[serde(skip_serializing_if = "is_default")]
     pub balance: Balance,
     /// Weight of the router's z-loss.
     pub z_loss_coef: f64,
-    /// Width of the latent from which all heads' keys and values are projected, as in DeepSeek-V2 and V3; 0 means grouped-query attention.
-    /// With a latent, `kv_heads` equals `heads`, and `qk_norm`, `qkv_bias` and `attention_sinks` are false.
+    /// Width of the latent vector from which the keys and values of all heads are projected, as in DeepSeek-V2 and V3; 0 means
+    /// grouped-query attention. If `kv_rank` is not 0, `kv_heads` must equal `heads`, and `qk_norm`, `qkv_bias` and `attention_sinks` must
+    /// be false.
     #[serde(skip_serializing_if = "is_default")]
     pub kv_rank: usize,
-    /// Width of the latent from which all heads' queries are projected; 0 means that queries are projected directly from the input.
-    /// Requires `kv_rank`.
+    /// Width of the latent vector from which the queries of all heads are projected; 0 means that queries are projected directly from the
+    /// layer's input. Requires `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub q_rank: usize,
-    /// Number of elements, at the end of the `head_dim` elements of queries and keys, that RoPE rotates. All heads share these elements of
-    /// the keys. The number of rotated elements is even, and less than `head_dim`. Without `kv_rank`, RoPE rotates all elements and the
-    /// number is 0.
+    /// Number of elements that RoPE rotates in each query and key. The rotated elements are the last of the `head_dim` elements. All heads
+    /// share the rotated elements of the keys. The number of rotated elements must be even and less than `head_dim`. Without `kv_rank`,
+    /// RoPE rotates all elements and `rope_dim` is 0.
     #[serde(skip_serializing_if = "is_default")]
     pub rope_dim: usize,
     /// Scaling of the RoPE frequencies for longer contexts.
@@ -143,7 +150,8 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Width of a head of values. Attention's output for a head has the same width.
+    /// Width of one head's values, after the default of the key `value_head_dim` is resolved. The attention output of a head has the same
+    /// width as the head's values.
     #[must_use]
     pub fn value_head_dim(&self) -> usize {
         if self.value_head_dim == 0 { self.head_dim } else { self.value_head_dim }
@@ -273,7 +281,7 @@ impl ModelConfig {
     }
 }
 
-/// The scope of the load-balancing loss, as written in a configuration.
+/// The set of tokens over which the load-balancing loss balances experts, as written in a configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Balance {
@@ -292,7 +300,7 @@ pub enum Balance {
 }
 
 impl Balance {
-    /// The name of the scope in a configuration.
+    /// The name of this variant in a configuration.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

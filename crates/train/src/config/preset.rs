@@ -45,7 +45,7 @@ const MODELS: [(&str, &str, &str); 19] = [
     ("deepseek-v3", include_str!("../../configs/models/deepseek-v3.toml"), PUBLISHED),
 ];
 
-/// The TOML text of a built-in configuration.
+/// The TOML text of the built-in configuration `name`; `None` if there is no such configuration.
 #[must_use]
 pub fn preset(name: &str) -> Option<Cow<'static, str>> {
     let own = PRESETS.iter().find(|(known, _)| *known == name).map(|(_, text)| Cow::Borrowed(*text));
@@ -53,8 +53,8 @@ pub fn preset(name: &str) -> Option<Cow<'static, str>> {
     own.or_else(|| model.map(|(_, model, rest)| format!("{rest}\n{model}").into()))
 }
 
-/// A run's folder as an argument of `nibble train`. A folder gets the prefix `./` (`./tiny`) if its name is the name of a
-/// built-in configuration or looks like an option.
+/// The path of a run's folder as a command-line argument of `nibble train`. A folder gets the prefix `./`, as in `./tiny`, if its name is
+/// also the name of a built-in configuration or looks like an option.
 #[must_use]
 pub fn folder_argument(dir: &Path) -> String {
     let text = dir.display().to_string();
@@ -62,7 +62,7 @@ pub fn folder_argument(dir: &Path) -> String {
     if means_other { format!("./{text}") } else { text }
 }
 
-/// The argument of [`folder_argument`], quoted for a shell.
+/// The same argument as [`folder_argument`] returns, quoted for a shell.
 #[must_use]
 pub fn in_shell(dir: &Path) -> String {
     let text = folder_argument(dir);
@@ -78,12 +78,13 @@ pub fn preset_names() -> impl Iterator<Item = &'static str> {
     PRESETS.iter().map(|(name, _)| *name).chain(MODELS.iter().map(|(name, ..)| *name))
 }
 
-/// The small model of each family, with which all other features of the family can be tried in seconds.
+/// The names of one small built-in configuration per model family. With the small configurations, a user can try all features of a model
+/// family in seconds.
 pub fn tiny_models() -> impl Iterator<Item = &'static str> {
     MODELS.iter().filter(|(.., rest)| *rest == TINY).map(|(name, ..)| *name)
 }
 
-/// The models that have their full published sizes.
+/// The names of the built-in configurations that have the full sizes of published models.
 pub fn published_models() -> impl Iterator<Item = &'static str> {
     let whole = ["olmoe", "qwen235b"].into_iter();
     whole.chain(MODELS.iter().filter(|(.., rest)| *rest == PUBLISHED).map(|(name, ..)| *name))

@@ -4,7 +4,7 @@ use serde::de::{Error, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-/// The scope of the RMSNorm of queries and keys, which precedes RoPE.
+/// The elements over which the RMSNorm of queries and keys is computed: each head, or all heads together. This norm precedes RoPE.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QkNorm {
     /// No norm, as in Llama. A configuration says `false`.

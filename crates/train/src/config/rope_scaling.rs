@@ -4,7 +4,7 @@ use super::require::{positive, require};
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 
-/// The rule by which the frequencies are scaled.
+/// The rule by which the RoPE frequencies are scaled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RopeScalingKind {
@@ -17,30 +17,31 @@ pub enum RopeScalingKind {
     Yarn,
 }
 
-/// The table `[model.rope_scaling]`, with the names of `rope_parameters` in `config.json`. [`crate::layers::rope_table`] has the formulas.
+/// The table `[model.rope_scaling]`. Most keys of `[model.rope_scaling]` have the same names as in `rope_parameters` of a Hugging Face
+/// `config.json`. [`crate::layers::rope_table`] has the formulas.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RopeScaling {
     /// The kind of scaling: `none`, `llama3` or `yarn`.
     pub kind: RopeScalingKind,
-    /// `llama3` and `yarn`: divisor of low frequencies; at least 1.
+    /// For `llama3` and `yarn`: the number (at least 1) by which low frequencies are divided.
     pub factor: f64,
-    /// `llama3` and `yarn`: number of positions of the original training.
+    /// For `llama3` and `yarn`: the number of positions of the original training, before the context was extended.
     pub original_positions: usize,
-    /// `llama3`: frequencies with fewer rotations than this number over the original positions are divided by the factor.
+    /// For `llama3`: a frequency is divided by `factor` if it makes fewer than `low_freq_factor` rotations over the original positions.
     pub low_freq_factor: f64,
-    /// `llama3`: frequencies with more rotations than this number are unchanged. Frequencies between `low_freq_factor` and this number are
-    /// interpolated.
+    /// For `llama3`: a frequency is unchanged if it makes more than `high_freq_factor` rotations over the original positions. A frequency
+    /// whose number of rotations lies between `low_freq_factor` and `high_freq_factor` is interpolated.
     pub high_freq_factor: f64,
-    /// `yarn`: frequencies with more rotations than this number over the original positions are unchanged.
+    /// For `yarn`: a frequency is unchanged if it makes more than `beta_fast` rotations over the original positions.
     pub beta_fast: f64,
-    /// `yarn`: frequencies with fewer rotations than this number are divided by the factor. Frequencies between this number and `beta_fast`
-    /// are interpolated.
+    /// For `yarn`: a frequency is divided by `factor` if it makes fewer than `beta_slow` rotations over the original positions. A frequency
+    /// whose number of rotations lies between `beta_slow` and `beta_fast` is interpolated.
     pub beta_slow: f64,
-    /// `yarn`: cosines and sines are scaled by g(mscale) / g(mscale_all_dim), with g(m) = 0.1 · m · ln(factor) + 1. If `mscale` or
-    /// `mscale_all_dim` is 0, cosines and sines are scaled by g(1).
+    /// For `yarn`: cosines and sines are multiplied by g(mscale) / g(mscale_all_dim), where g(m) = 0.1 · m · ln(factor) + 1. If `mscale` or
+    /// `mscale_all_dim` is 0, cosines and sines are multiplied by g(1).
     pub mscale: f64,
-    /// `yarn`: see `mscale`. Latent attention (`model.kv_rank`) also multiplies its scores by g(mscale_all_dim)².
+    /// `yarn`: see `mscale`. Latent attention (`model.kv_rank`) also multiplies its attention scores by g(mscale_all_dim)².
     pub mscale_all_dim: f64,
 }
 
@@ -134,7 +135,7 @@ impl RopeScaling {
 }
 
 impl RopeScalingKind {
-    /// The name of the kind in a configuration.
+    /// The name of this kind of scaling in a configuration.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

@@ -23,7 +23,7 @@ impl From<Scores> for ops::Scores {
     }
 }
 
-/// The score of a group of experts.
+/// How a group of experts is scored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GroupScore {

@@ -5,8 +5,8 @@ use super::{LayerAttention, ModelConfig};
 use crate::error::Result;
 
 impl ModelConfig {
-    /// The sliding window of a layer: query i attends to key j ≤ i if i - j is less than the window. `None` if queries attend to all keys
-    /// up to their own.
+    /// The sliding window of a layer: query i attends to key j ≤ i if i - j is less than the window. Returns `None` if a query attends to
+    /// all keys up to its own position.
     #[must_use]
     pub fn window_of(&self, layer: usize) -> Option<usize> {
         let pattern = &self.sliding_window_layers;

@@ -64,7 +64,7 @@ pub(crate) fn kept_beside(checkpoint: &Checkpoint) -> Vec<PathBuf> {
     vec![checkpoint.path().to_owned(), companions_of(checkpoint.path())]
 }
 
-/// The message for a chat template that does not mark the end of answers.
+/// The message to the user if the chat template does not mark the end of answers.
 pub const UNENDED: &str = "the chat template writes no control token after a learnt answer, so a model does not learn to end its answers; \
     `nibble generate --stop TEXT` stops before a given text";
 
@@ -79,12 +79,13 @@ impl Config {
         }
     }
 
-    /// The tokenizer of the data: the tokenizer of `data.tokenizer`, or of the model in `train.init_from`. Without these keys, tokens are
-    /// bytes for text, ids for files of token ids, and symbols for the built-in language; random tokens have no tokenizer. The first call
-    /// opens the tokenizer's file, once for this value and later clones.
+    /// The tokenizer of the data. The tokenizer comes from `data.tokenizer`, or from the model in `train.init_from`. Without
+    /// `data.tokenizer` and `train.init_from`, tokens are bytes (for text), ids (for files of token ids), or symbols (for the built-in
+    /// language). Random tokens have no tokenizer. The first call opens the tokenizer's file. The configuration and its later clones then
+    /// share the opened tokenizer.
     ///
     /// # Errors
-    /// The errors of [`tokenizer::open`] and [`Initial::open`].
+    /// Returns the errors of [`tokenizer::open`] and [`Initial::open`].
     pub fn tokenizer(&self) -> Result<Option<SharedTokenizer>> {
         let place = self.tokenizer_place();
         let named = match self.opened.tokenizer.get() {
@@ -156,23 +157,23 @@ impl Config {
         self.data.source != RANDOM || own.to_json() != Bytes.to_json()
     }
 
-    /// The tokens around each document, according to `data.bos_token` and `data.eos_token`. With `data.source = "random"`, there are
-    /// no such tokens.
+    /// The tokens that are added before and after each document, according to `data.bos_token` and `data.eos_token`. If `data.source` is
+    /// `random`, no tokens are added.
     ///
     /// # Errors
-    /// The errors of [`Config::tokenizer`]; [`Error::Config`] for a text that is no token.
+    /// Returns the errors of [`Config::tokenizer`], and [`Error::Config`] if the text of a configured token is no token.
     pub fn framing(&self) -> Result<Framing> {
         let Some(tokenizer) = self.tokenizer()? else { return Ok(Framing::default()) };
         Framing::of(&*tokenizer, &self.data.bos_token, &self.data.eos_token)
     }
 
-    /// The tokens that end answers, if the data are conversations ([`ChatTemplate::ends_of_answers`]); `None` if the data are no
-    /// conversations, or if the tokens are unknown.
+    /// The tokens that end answers in conversations ([`ChatTemplate::ends_of_answers`]). Returns `None` if the data are no conversations,
+    /// or if the tokens are unknown.
     ///
     /// [`ChatTemplate::ends_of_answers`]: crate::tokenizer::ChatTemplate::ends_of_answers
     ///
     /// # Errors
-    /// The errors of [`Config::tokenizer`].
+    /// Returns the errors of [`Config::tokenizer`].
     pub fn ends_of_answers(&self) -> Result<Option<Vec<i32>>> {
         if self.data.messages_key.is_empty() {
             return Ok(None);
@@ -184,7 +185,7 @@ impl Config {
         }
     }
 
-    /// The message about conversations in which no token ends an answer.
+    /// The message to the user if the data are conversations in which no token ends an answer.
     ///
     /// # Errors
     /// The errors of [`Config::ends_of_answers`].
@@ -212,8 +213,8 @@ impl Config {
         }
     }
 
-    /// The unit of a token: `byte` or `token`. (A tokenizer that can no longer be opened counts as `token`, because the byte tokenizer
-    /// needs no file.)
+    /// What one token is called in messages, such as `byte` or `token`. If the tokenizer's file can no longer be opened, a token is called
+    /// `token`. The byte tokenizer needs no file.
     #[must_use]
     pub fn unit(&self) -> &'static str {
         if self.model.sees_images() {

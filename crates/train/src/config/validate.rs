@@ -21,16 +21,16 @@ const MOST_LAYERS: usize = 1 << 12;
 /// Largest number of ranks, which exceeds that of any run. The number is limited because the search for divisors takes linear time.
 const MOST_RANKS: usize = 1 << 20;
 
-/// Largest number of threads, which exceeds the number of cores of any machine. The number is limited because the start of more threads
-/// would take longer than a run.
+/// Upper limit of the number of threads. The limit exceeds the number of cores of any machine. The limit exists because starting more
+/// threads would take longer than a run.
 pub const MOST_THREADS: usize = 4096;
 
 impl Config {
-    /// Checks that the values are consistent with each other.
+    /// Checks that the values of the configuration are consistent with each other.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) with the key and the inconsistent numbers. Only [`Config::load`] adds the file and the line
-    /// to the error.
+    /// Returns [`Error::Config`](crate::Error::Config), which names the key and the inconsistent numbers. The error contains the file and
+    /// the line only if [`Config::load`] calls this function.
     pub fn validate(&self) -> Result<()> {
         if i64::try_from(self.seed).is_err() {
             return fail(
@@ -56,7 +56,7 @@ impl Config {
     /// Checks that devices of this kind support the value of `train.combine`.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) with the key `train.combine`.
+    /// Returns [`Error::Config`](crate::Error::Config), which names the key `train.combine`.
     pub fn validate_on(&self, kind: DeviceKind) -> Result<()> {
         let (top_k, most) = (self.model.top_k, MOST_TREE_SLOTS);
         let has_tree = kind != DeviceKind::Gpu || top_k <= most;

@@ -19,23 +19,23 @@ use nibble_core::recipe::{LayerPlan, LinearPlan, Pass, Passes, SharedInput};
 use products::PartSizes;
 use std::collections::BTreeMap;
 
-/// Products with the same bits and engine, and their multiply-adds in a step.
+/// All matrix products with the same code width and engine, and the number of their multiply-adds in a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Products {
-    /// Number of bits of a code (4, 8, 16 or 32), for the operand with the wider codes.
+    /// Number of bits of a code (4, 8, 16 or 32) of the operand with the wider codes.
     pub bits: u32,
-    /// The GPU units that compute the products.
+    /// The GPU units that compute the products, such as FP8 tensor cores.
     pub engine: Engine,
-    /// Number of multiply-adds of a step.
+    /// Number of multiply-adds of the products in a step.
     pub multiply_adds: f64,
 }
 
-/// The products of all layers of one kind.
+/// The matrix products of all layers of one kind.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KindCost {
-    /// The common name of the layers, such as `attention q, k, v`.
+    /// The common name of the layers of this kind, such as `attention q, k, v`.
     pub name: &'static str,
-    /// The products fprop, dgrad and wgrad together. Products with the same bits and engine are one entry.
+    /// The products of fprop, dgrad and wgrad together. All products with the same code width and engine form one entry.
     pub products: Vec<Products>,
 }
 
@@ -47,20 +47,20 @@ impl KindCost {
         }
     }
 
-    /// Number of multiply-adds of a step.
+    /// Number of multiply-adds in a step of all layers of this kind.
     #[must_use]
     pub fn total(&self) -> f64 {
         self.products.iter().map(|products| products.multiply_adds).sum()
     }
 
-    /// Number of multiply-adds of products whose wider operand has codes of `bits` bits.
+    /// Number of multiply-adds in a step of products whose wider operand has codes of `bits` bits.
     #[must_use]
     pub fn in_bits(&self, bits: u32) -> f64 {
         let has = self.products.iter().filter(|products| products.bits == bits);
         has.map(|products| products.multiply_adds).sum()
     }
 
-    /// Number of multiply-adds of products on this engine.
+    /// Number of multiply-adds in a step of products that run on this engine.
     #[must_use]
     pub fn through(&self, engine: Engine) -> f64 {
         let made = self.products.iter().filter(|products| products.engine == engine);
@@ -68,25 +68,25 @@ impl KindCost {
     }
 }
 
-/// The cost of a step.
+/// The number of operations in one training step.
 #[derive(Debug, Clone)]
 pub struct Cost {
     /// Number of tokens of a step.
     pub tokens: u64,
-    /// Kinds of layers, in the order of a forward pass.
+    /// The kinds of layers, in the order of a forward pass.
     pub kinds: Vec<KindCost>,
-    /// Number of multiply-adds of attention's scores and values, forward and backward, for the query-key pairs that the causal mask and
-    /// sliding windows leave.
+    /// Number of multiply-adds of attention's products with keys and values, forward and backward. Only query-key pairs that the causal
+    /// mask and sliding windows leave are counted.
     pub attention: f64,
-    /// The count of a step for each technique that the recipe uses.
+    /// The amount of work in a step of each technique (such as stochastic rounding) that the recipe uses.
     pub techniques: BTreeMap<Technique, f64>,
 }
 
 impl Cost {
-    /// The cost of a step of this run under this recipe.
+    /// The cost of one step of a run with this configuration and this recipe.
     ///
     /// # Errors
-    /// An error if the recipe does not fit the run; see [`check_recipe`].
+    /// Returns an error if the recipe does not fit the run; see [`check_recipe`].
     pub fn of(config: &Config, recipe: &Recipe) -> Result<Self> {
         check_recipe(config, recipe)?;
         let spec = ModelSpec::new(&config.model);
@@ -106,7 +106,7 @@ impl Cost {
         Ok(cost)
     }
 
-    /// Number of multiply-adds of all linear layers.
+    /// Number of multiply-adds of all linear layers in a step.
     #[must_use]
     pub fn total(&self) -> f64 {
         self.kinds.iter().map(KindCost::total).sum()

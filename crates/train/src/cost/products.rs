@@ -64,13 +64,14 @@ pub(super) struct Shape {
 pub(super) struct PartSizes {
     /// Number of tokens of a micro-batch.
     pub tokens: usize,
-    /// Number of rows of the part's products in a micro-batch: tokens, or the rows that are routed to experts.
+    /// Number of rows of the products in a micro-batch. For experts, the rows are those that are routed to experts; for other parts, one
+    /// row is one token.
     pub rows: usize,
     /// Number of micro-batches of a step.
     pub micro_batches: f64,
-    /// Number of experts; 1 for any other part.
+    /// Number of experts of the part; 1 for a part without experts.
     pub stack: usize,
-    /// Shapes of the part's weights, in the order of its products.
+    /// Shapes of the weights of this part of the model, in the order of its products.
     pub shapes: Vec<Shape>,
 }
 
@@ -91,7 +92,7 @@ impl PartSizes {
         }
     }
 
-    /// Number of values of a tensor in a step.
+    /// Number of values of a tensor of this part of the model, over all micro-batches of a step.
     pub fn values(&self, size: TensorSize) -> f64 {
         let Some(first) = self.shapes.first() else { return 0.0 };
         let cols = match size.cols {
@@ -107,11 +108,12 @@ impl PartSizes {
 /// A product of a step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CountedProduct {
-    /// Number of bits of a code, for the operand with the wider codes.
+    /// Number of bits of a code of the operand with the wider codes.
     pub bits: u32,
     pub engine: Engine,
     pub multiply_adds: f64,
-    /// Number of operand values that a GPU decodes or lifts, either in a separate kernel or in the kernel that quantizes them.
+    /// Number of operand values that a GPU converts to a wider type before the product, in a separate kernel or in the kernel that
+    /// quantizes the values.
     pub decoded: f64,
 }
 

@@ -58,7 +58,7 @@ impl Technique {
         }
     }
 
-    /// The technique's count for a product of X `[M, K]` and W `[N, K]`, in the technique's own unit.
+    /// The formula for the amount of the technique's work in a product of X `[M, K]` and W `[N, K]`, in the technique's own unit.
     #[must_use]
     pub const fn formula(self) -> &'static str {
         match self {
@@ -71,7 +71,7 @@ impl Technique {
         }
     }
 
-    /// The unit of the technique's counts.
+    /// The unit in which the technique's work is counted.
     #[must_use]
     pub const fn unit(self) -> &'static str {
         match self {

@@ -28,10 +28,10 @@ pub(super) struct Corpus {
     sha256: String,
 }
 
-/// Statistics of a source in a run.
+/// Statistics of one data source in a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Given {
-    /// The source, as in the configuration.
+    /// The name of the source, as written in the configuration.
     pub source: String,
     /// Number of documents, including held-out documents.
     pub documents: usize,
@@ -39,9 +39,9 @@ pub struct Given {
     pub tokens: usize,
     /// Number of held-out tokens.
     pub held_out: usize,
-    /// How many times the run passes over the training tokens.
+    /// How many times the run reads the source's training tokens.
     pub epochs: f64,
-    /// Rows that were left out, and documents without tokens.
+    /// Rows that could not be read and were left out, and documents without tokens.
     pub left_out: LeftOut,
 }
 
@@ -60,8 +60,8 @@ impl Corpus {
     /// Opens the sources of the configuration.
     ///
     /// # Errors
-    /// [`Error::Data`] if files cannot be read or are too short; [`Error::Config`] if the weights give a source no sequence; [`Error::Io`]
-    /// if a token cache cannot be written.
+    /// Returns [`Error::Data`] if files cannot be read or are too short, [`Error::Config`] if the weights give a source no sequence, and
+    /// [`Error::Io`] if a token cache cannot be written.
     pub fn open(config: &DataConfig, seed: u64, encoder: &Encoder, watch: &mut dyn Watch) -> Result<Self> {
         let named = config.sources();
         let weights: Vec<f64> = named.iter().map(|one| one.weight).collect();
@@ -105,12 +105,12 @@ impl Corpus {
         Ok(Self { sources, mixture, seq_len: config.seq_len, vocab_size, sha256 })
     }
 
-    /// SHA-256 of the tokens; for a mixture, SHA-256 of the sources' shares and hashes.
+    /// SHA-256 of the tokens. For a mixture, the hash covers the shares and the hashes of all sources.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
 
-    /// Exclusive upper bound of token ids.
+    /// Upper bound of token ids: every id is less than this number.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
@@ -122,7 +122,7 @@ impl Corpus {
         stream.ids(0..stream.len())
     }
 
-    /// Statistics of each source for this number of training sequences.
+    /// Statistics of each source in a run with `sequences` training sequences.
     pub fn given(&self, sequences: u64) -> Vec<Given> {
         let of = |(number, one): (usize, &Tokens)| Given {
             source: one.name.clone(),
@@ -135,16 +135,17 @@ impl Corpus {
         self.sources.iter().enumerate().map(of).collect()
     }
 
-    /// Writes the training sequence at position `cursor` into sequence `index` of a batch.
+    /// Writes training sequence number `cursor` of the run into sequence `index` of a batch.
     ///
     /// # Errors
-    /// [`Error::Data`] if a file has changed since it was opened, or cannot be read. The methods below return this error in the same case.
+    /// Returns [`Error::Data`] if a file has changed since it was opened, or cannot be read. The other methods that read sequences return
+    /// [`Error::Data`] in the same cases.
     pub fn train(&self, cursor: u64, batch: &mut Batch, index: usize) -> Result<()> {
         let (tokens, start) = self.window(cursor);
         tokens.fill(start..start + self.seq_len, batch, index)
     }
 
-    /// The source of the training sequence at position `cursor`, and the number of its first token there.
+    /// The source of training sequence number `cursor`, and the index of the sequence's first token within that source.
     pub fn place(&self, cursor: u64) -> (&str, usize) {
         let (tokens, start) = self.window(cursor);
         (&tokens.name, start)
@@ -156,12 +157,13 @@ impl Corpus {
         (tokens, tokens.order.start(own))
     }
 
-    /// Number of complete held-out sequences, without overlap. The sequences are numbered source by source.
+    /// Number of complete held-out sequences. Held-out sequences do not overlap. The held-out sequences of the first source have the first
+    /// numbers, followed by those of the next source.
     pub fn valid_windows(&self) -> usize {
         self.sources.iter().map(|tokens| tokens.valid_windows(self.seq_len)).sum()
     }
 
-    /// Writes held-out sequence `window` into sequence `index` of a batch.
+    /// Writes held-out sequence number `window` into sequence `index` of a batch.
     pub fn valid(&self, mut window: usize, batch: &mut Batch, index: usize) -> Result<()> {
         for tokens in &self.sources {
             let own = tokens.valid_windows(self.seq_len);
@@ -181,12 +183,12 @@ impl Corpus {
         Some((tokens, start..tokens.stream.len() - 1)).filter(|(_, rest)| !rest.is_empty())
     }
 
-    /// Length of the last, shorter held-out sequence; `None` if there is no such sequence.
+    /// Length of the last held-out sequence, if this sequence is shorter than the others; `None` if there is no shorter sequence.
     pub fn valid_tail(&self) -> Option<usize> {
         Some(self.rest()?.1.len())
     }
 
-    /// Writes the last, shorter held-out sequence into a batch.
+    /// Writes the last held-out sequence, which is shorter than the others, into a batch.
     pub fn tail(&self, batch: &mut Batch) -> Result<()> {
         self.rest().map_or(Ok(()), |(tokens, rest)| tokens.fill(rest, batch, 0))
     }

@@ -2,11 +2,12 @@
 
 use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 
-/// The order in which an epoch visits the windows of a text.
+/// The order in which an epoch visits the windows (training sequences) of a text.
 ///
-/// An epoch cuts the text into windows of `seq_len` tokens, starting at a random phase below `seq_len`. The epoch visits each window once,
-/// in an order given by a Feistel permutation, which needs no table and no state and is the same for every rank and after every resume.
-/// Because of the phases, a target appears at every position of a window over the epochs.
+/// An epoch cuts the text into windows of `seq_len` tokens. The first window begins at a random offset (the phase) below `seq_len`. The
+/// epoch visits each window once, in an order given by a Feistel permutation. The Feistel permutation needs no table and no stored state,
+/// and is the same for every rank and after every resume. Because each epoch has another random offset, a target appears at different
+/// positions of a window in different epochs.
 #[derive(Debug, Clone, Copy)]
 pub struct WindowOrder {
     windows: Permutation,
@@ -23,7 +24,7 @@ pub(super) struct Permutation {
 }
 
 impl Permutation {
-    /// Permutations of `count` numbers. `count` must be at least one.
+    /// Permutations of `count` numbers. The number `count` must be at least 1.
     pub fn of(count: u64) -> Self {
         let count = count.max(1);
         // The width is even, so that both halves of the Feistel network have the same number of bits.
@@ -31,7 +32,7 @@ impl Permutation {
         Self { count, half_bits: bits.div_ceil(2).max(1) }
     }
 
-    /// The image of `value`, which must be below `count`.
+    /// The image of `value` under the permutation that `draw` selects. `value` must be less than `count`.
     pub fn at(&self, draw: &Stream, mut value: u64) -> u64 {
         loop {
             // Cycle walking: the network is applied until the value is in range. The result is a permutation of 0..count, in at most four
@@ -58,8 +59,8 @@ impl Permutation {
 const ROUNDS: u64 = 4;
 
 impl WindowOrder {
-    /// The order for a text of `tokens` tokens. A window has `seq_len` inputs and one more token for the last target, so `tokens` must be
-    /// at least `seq_len + 1` for the starts to lie inside the text.
+    /// The order of windows for a text of `tokens` tokens. A window has `seq_len` inputs and one more token as the last target. Therefore
+    /// `tokens` must be at least `seq_len + 1`, so that every window lies inside the text.
     #[must_use]
     pub fn new(tokens: usize, seq_len: usize, seed: u64) -> Self {
         let (tokens, seq_len) = (tokens as u64, (seq_len as u64).max(1));
@@ -76,13 +77,13 @@ impl WindowOrder {
         self.windows.count
     }
 
-    /// The epoch of a cursor, counted from 0.
+    /// The epoch of sequence number `cursor`, counted from 0.
     #[must_use]
     pub fn epoch(&self, cursor: u64) -> u64 {
         cursor / self.windows.count
     }
 
-    /// Index of the first token of the cursor's window.
+    /// Index in the text of the first token of sequence number `cursor`.
     #[must_use]
     pub fn start(&self, cursor: u64) -> usize {
         // Epochs repeat after 2^32 epochs, which take four seconds for a text of one window at one window per nanosecond.

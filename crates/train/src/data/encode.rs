@@ -10,12 +10,12 @@ use crate::tokenizer::{Framing, SharedTokenizer, Tokenizer};
 /// Converts texts to token ids, and checks that ids are below a bound.
 #[derive(Debug, Clone)]
 pub(super) struct Encoder {
-    /// The tokenizer; `None` if tokens are bytes, or if the files contain ids.
+    /// The tokenizer of text; `None` if each byte is a token, or if the files contain token ids.
     pub tokenizer: Option<SharedTokenizer>,
-    /// Whether the files contain ids of an unnamed tokenizer.
+    /// Whether the files contain token ids of a tokenizer that the configuration does not name.
     pub has_ids: bool,
     pub framing: Framing,
-    /// Exclusive upper bound of token ids.
+    /// Upper bound of token ids: every id is less than this number.
     pub vocab_size: usize,
 }
 
@@ -23,11 +23,11 @@ pub(super) struct Encoder {
 #[derive(Debug, Default)]
 pub(crate) struct Encoded {
     pub ids: Vec<u32>,
-    /// Number of bytes of the text that consists of targets; `None` for a piece of ids.
+    /// Number of bytes of the part of the text that consists of training targets; `None` if the piece contains token ids.
     pub bytes: Option<usize>,
-    /// Non-empty, sorted ranges of ids that are no targets.
+    /// Ranges of ids that are not training targets. The ranges are sorted and not empty.
     pub unlearnt: Vec<Range<usize>>,
-    /// Whether a document begins with this piece.
+    /// Whether a document begins at the start of this piece.
     pub begins: bool,
 }
 
@@ -48,10 +48,10 @@ impl Encoded {
 }
 
 impl Encoder {
-    /// The encoder of a configuration's data, for ids below `vocab_size`.
+    /// The encoder for the data of a configuration. Every token id is less than `vocab_size`.
     ///
     /// # Errors
-    /// The errors of [`Config::tokenizer`] and [`Config::framing`].
+    /// Returns the errors of [`Config::tokenizer`] and [`Config::framing`].
     pub fn of(config: &Config, vocab_size: usize) -> Result<Self, Error> {
         let (tokenizer, framing) = (config.tokenizer()?, config.framing()?);
         let has_ids = tokenizer.as_ref().is_some_and(|tokenizer| !tokenizer.has_text());
@@ -59,23 +59,24 @@ impl Encoder {
         Ok(Self { tokenizer, has_ids, framing, vocab_size })
     }
 
-    /// The byte encoder, which adds no tokens around a text.
+    /// An encoder whose tokens are bytes, and which adds no BOS or EOS tokens.
     pub fn of_bytes() -> Self {
         let framing = Framing::default();
         Self { tokenizer: None, has_ids: false, framing, vocab_size: super::BYTE_VOCAB }
     }
 
-    /// Whether the tokens of a text are exactly its bytes.
+    /// Whether the tokens of a text are exactly the bytes of the text.
     pub fn is_bytes(&self) -> bool {
         self.tokenizer.is_none() && self.framing == Framing::default()
     }
 
-    /// The plural name of the encoder's tokens.
+    /// What the encoder's tokens are called in messages, in the plural.
     pub fn unit(&self) -> &'static str {
         if self.tokenizer.is_none() && !self.has_ids { "bytes" } else { "tokens" }
     }
 
-    /// Exclusive upper bound of token ids: the size of the tokenizer's vocabulary, which may be smaller than the model's embedding.
+    /// Upper bound of token ids: the size of the tokenizer's vocabulary, which may be smaller than the number of rows of the model's
+    /// embedding.
     pub fn vocabulary(&self) -> usize {
         match &self.tokenizer {
             None if self.has_ids => self.vocab_size,
@@ -84,7 +85,7 @@ impl Encoder {
         }
     }
 
-    /// The token ids of a piece, or the reason why the piece has no ids.
+    /// The token ids of a piece of text. The error is the reason why the piece cannot be encoded.
     pub fn encode(&self, piece: Piece) -> Result<Encoded, String> {
         let begins = piece.begins;
         match piece.content {

@@ -35,16 +35,16 @@ pub(super) struct Stamp {
 }
 
 impl Stamp {
-    /// The stamp of a file.
+    /// The stamp of a file: size, modification time and other metadata that identify a version of the file.
     ///
     /// # Errors
-    /// [`Error::Data`] if the system returns no metadata of the file.
+    /// Returns [`Error::Data`] if the operating system returns no metadata of the file.
     pub fn of(path: &Path) -> Result<Self> {
         let about = fs::metadata(path).map_err(|e| Error::data(path, format!("cannot be read: {e}")))?;
         Ok(Self::of_metadata(&about))
     }
 
-    /// The stamp from a file's metadata.
+    /// Computes the stamp from metadata that was already read.
     pub fn of_metadata(about: &Metadata) -> Self {
         let modified = about.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
         let (inode, changed) = identity(about);

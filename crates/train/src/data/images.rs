@@ -47,28 +47,28 @@ pub(crate) struct ImageCounts {
 }
 
 impl ImageCounts {
-    /// Reads the numbers from the headers of the configuration's files.
+    /// Reads the numbers of training images and held-out images from the headers of the configured files.
     ///
     /// # Errors
-    /// [`Error::Data`] if a file of images cannot be read, or has another size of images than the configuration.
+    /// Returns [`Error::Data`] if a file of images cannot be read, or if the size of the images in the file differs from the configuration.
     pub fn of(config: &Config) -> Result<Self> {
         let count =
             |path: &str| -> Result<usize> { Ok(opened(Path::new(path), IMAGES, config.model.image_size)?.1) };
         Ok(Self { train: count(&config.data.source)?, held_out: count(&config.data.valid_source)? })
     }
 
-    /// Number of rows of the table of pixels.
+    /// Number of rows of the table of pixels: one row of zeros, and one row per patch of each image.
     pub fn rows(self, config: &Config) -> usize {
         1 + (self.train + self.held_out) * config.model.num_patches()
     }
 }
 
 impl Images {
-    /// Reads the images and labels of the configuration.
+    /// Reads all images and labels that the configuration names.
     ///
     /// # Errors
-    /// [`Error::Data`] that names the file, if a file cannot be read, is no IDX file of the expected kind, ends too early or too late, or if
-    /// images and labels differ in number or a label is no class.
+    /// Returns [`Error::Data`], which names the file, if a file cannot be read, is no IDX file of the expected kind, or has the wrong
+    /// length. Also returns [`Error::Data`] if images and labels differ in number, or if a label is not a class.
     pub fn open(config: &Config) -> Result<Self> {
         let (d, m) = (&config.data, &config.model);
         let (mut pixels, mut labels, mut counts) = (Vec::new(), Vec::new(), Vec::new());
@@ -103,7 +103,7 @@ impl Images {
         })
     }
 
-    /// SHA-256 of pixels and labels.
+    /// SHA-256 of all pixels and labels.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
@@ -123,20 +123,20 @@ impl Images {
         self.labels.len() - self.train
     }
 
-    /// Writes the training image at position `cursor` into sequence `index` of a batch. Each pass over the images has its own order, and
-    /// takes every image once. A batch may contain the end of a pass and the beginning of the next.
+    /// Writes training image number `cursor` of the run into sequence `index` of a batch. Each pass over the training images has another
+    /// order, and visits every image once. A batch may contain the end of one pass over the images and the beginning of the next pass.
     pub fn train(&self, seed: u64, cursor: u64, batch: &mut Batch, index: usize) {
         self.fill(self.image(seed, cursor), batch, index);
     }
 
-    /// The number of the training image at position `cursor`.
+    /// The index in the file of training image number `cursor` of the run.
     pub fn image(&self, seed: u64, cursor: u64) -> usize {
         let (pass, at) = (cursor / self.train as u64, cursor % self.train as u64);
         let draw = Stream::new(seed, Purpose::Data, fnv1a32("data.images"), pass as u32);
         Permutation::of(self.train as u64).at(&draw, at) as usize
     }
 
-    /// Writes this held-out image into sequence `index` of a batch.
+    /// Writes the held-out image with index `image` into sequence `index` of a batch.
     pub fn valid(&self, image: usize, batch: &mut Batch, index: usize) {
         self.fill(self.train + image, batch, index);
     }
@@ -151,8 +151,9 @@ impl Images {
         targets[0] = i32::from(self.labels[image]);
     }
 
-    /// The table of pixels `[rows, patch²]`: a row of zeros, then the patches of every image, row by row, less the mean of all training
-    /// pixels and divided by their standard deviation.
+    /// The table of pixels `[rows, patch²]`. The first row is zero. Each other row is one patch, in the order of images and, within an
+    /// image, from left to right and top to bottom. Pixels are standardized with the mean and the standard deviation of all training
+    /// pixels.
     pub fn pixels(&self) -> (Vec<f32>, usize) {
         let (side, patch) = self.sides;
         let (mut count, mut sum, mut squares) = (0u64, 0u64, 0u64);

@@ -9,18 +9,19 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
-/// The training data of one step on one rank.
+/// The training data of one step that one rank processes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepBatches {
-    /// This rank's part of each micro-batch.
+    /// This rank's share of each micro-batch.
     pub micro_batches: Vec<Batch>,
-    /// Number of targets over all micro-batches and ranks. The sum of the losses is divided by this number.
+    /// Number of targets in all micro-batches of the step, over all ranks. The trainer divides the sum of the losses by this number of
+    /// targets.
     pub counted: u64,
 }
 
 impl StepBatches {
-    /// SHA-256, in hexadecimal, of the sequences: of every micro-batch the inputs, the targets and the beginnings of documents, as
-    /// little-endian numbers of 32 bits.
+    /// Hexadecimal SHA-256 of the sequences. The hash covers the inputs, the targets and the beginnings of documents of every micro-batch,
+    /// as little-endian 32-bit integers.
     #[must_use]
     pub fn sha256(&self) -> String {
         let mut sha = Sha256::new();
@@ -33,7 +34,7 @@ impl StepBatches {
     }
 }
 
-/// The sequences of a step's micro-batches on one rank, as a pure function of the step.
+/// Determines which sequences one rank processes in each micro-batch. The sequences are a pure function of the step.
 #[derive(Debug, Clone)]
 pub struct BatchPlan {
     /// The data of the run.
@@ -49,7 +50,7 @@ pub struct BatchPlan {
 }
 
 impl BatchPlan {
-    /// This rank's part of a micro-batch.
+    /// The sequences of a micro-batch that this rank processes.
     ///
     /// # Errors
     /// The errors of [`Dataset::train_batch`].
@@ -57,7 +58,7 @@ impl BatchPlan {
         Ok(self.part(&self.whole(step, micro)?))
     }
 
-    /// All micro-batches of a step.
+    /// The sequences of all micro-batches of a step that this rank processes.
     ///
     /// # Errors
     /// The errors of [`Dataset::train_batch`].
@@ -71,7 +72,7 @@ impl BatchPlan {
         Ok(batches)
     }
 
-    /// The same plan for a single rank, which has the parts of all ranks.
+    /// The same plan for a single rank, which processes the sequences of all ranks.
     #[must_use]
     pub fn of_all_ranks(self) -> Self {
         Self { rank: 0, ranks: 1, ..self }
@@ -90,7 +91,7 @@ impl BatchPlan {
     }
 }
 
-/// Prepares batches step by step. The loader is one or two steps ahead of the consumer.
+/// Prepares the batches of a run, step by step, in a background thread. The loader prepares one or two steps ahead of the consumer.
 #[derive(Debug)]
 pub struct Loader {
     plan: BatchPlan,
@@ -107,20 +108,20 @@ struct Ahead {
 }
 
 impl Loader {
-    /// Creates a loader, whose thread starts with the first call of [`Loader::take`], at the step of this call.
+    /// Creates a loader. The first call of [`Loader::take`] starts the background thread at the step that the call requests.
     #[must_use]
     pub fn new(plan: BatchPlan) -> Self {
         Self { plan, ahead: None }
     }
 
-    /// The batches of a step. Callers should take consecutive steps: any other step restarts the thread.
+    /// The batches of a step. Callers should request consecutive steps, because any other step restarts the background thread.
     ///
     /// # Errors
-    /// An error if no thread can be started; [`Error::Data`](crate::Error::Data) if a file has changed since it was opened, or cannot be
-    /// read.
+    /// Returns an error if no thread can be started, and [`Error::Data`](crate::Error::Data) if a file has changed since it was opened, or
+    /// cannot be read.
     ///
     /// # Panics
-    /// With the panic of the thread, if the thread panicked.
+    /// If the background thread panicked, this function panics with the same message.
     pub fn take(&mut self, step: u64) -> Result<StepBatches> {
         if self.ahead.as_ref().is_none_or(|ahead| ahead.next != step) {
             // The old thread must end before the new thread starts.

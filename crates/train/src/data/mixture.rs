@@ -18,8 +18,8 @@ pub(super) struct Mixture {
 }
 
 impl Mixture {
-    /// Computes the sources' shares from their weights, and rounds the shares to whole cursors of a block by the largest-remainder
-    /// method. Among equal remainders, the first source gets more.
+    /// Computes the sources' shares from their weights. The shares are rounded to whole numbers of sequences per block by the
+    /// largest-remainder method. If two sources have equal remainders, the earlier source gets the additional sequence.
     pub fn new(weights: &[f64], seed: u64) -> Self {
         let sum: f64 = weights.iter().sum();
         let exact: Vec<f64> = weights.iter().map(|weight| weight / sum * BLOCK as f64).collect();
@@ -38,12 +38,12 @@ impl Mixture {
         Self { places, order: Permutation::of(BLOCK), seed }
     }
 
-    /// Number of cursors of this source per block.
+    /// Number of sequences of this source in each block.
     pub fn share(&self, source: usize) -> u64 {
         self.places[source + 1] - self.places[source]
     }
 
-    /// The source of a cursor, and the cursor within that source.
+    /// The source of sequence number `cursor` of the mixture, and the sequence's number within that source.
     pub fn of(&self, cursor: u64) -> (usize, u64) {
         if self.places.len() == 2 {
             return (0, cursor);
@@ -56,7 +56,7 @@ impl Mixture {
         (source, block * self.share(source) + place - self.places[source])
     }
 
-    /// Number of sequences of a source among the first `cursors` cursors.
+    /// Number of sequences that come from `source` among the first `cursors` sequences of the mixture.
     pub fn sequences(&self, source: usize, cursors: u64) -> u64 {
         let whole = cursors / BLOCK * self.share(source);
         let rest = (cursors / BLOCK * BLOCK..cursors).filter(|cursor| self.of(*cursor).0 == source).count();

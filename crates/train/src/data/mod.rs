@@ -65,18 +65,18 @@ use std::path::PathBuf;
 
 pub use crate::tokenizer::BYTE_VOCAB;
 
-/// Marks a position of [`Batch::targets`] without a target.
+/// The value in [`Batch::targets`] of a position that has no target.
 pub const NO_TARGET: i32 = -1;
 
-/// Sequences of tokens with their targets, which are the next tokens.
+/// Sequences of tokens with their targets. The target of a token is the next token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     /// Token ids \[sequences, seq_len\].
     pub inputs: Vec<i32>,
-    /// Token ids \[sequences, seq_len\]: `targets[s, t]` follows `inputs[s, t]`, or is [`NO_TARGET`].
+    /// Token ids \[sequences, seq_len\]. `targets[s, t]` is the token that follows `inputs[s, t]`, or [`NO_TARGET`].
     pub targets: Vec<i32>,
-    /// With `data.document_mask`: for each token, the index within its sequence at which its document begins, \[sequences, seq_len\];
-    /// otherwise empty.
+    /// With `data.document_mask`: for each token, the index within its sequence at which the token's document begins, \[sequences,
+    /// seq_len\]. Without `data.document_mask`, the list is empty.
     pub starts: Vec<i32>,
     /// Number of sequences.
     pub sequences: usize,
@@ -92,13 +92,14 @@ impl Batch {
         Self { inputs: tokens.clone(), targets: tokens, starts, sequences, seq_len }
     }
 
-    /// Number of targets that count.
+    /// Number of positions that have a target.
     #[must_use]
     pub fn counted(&self) -> usize {
         self.targets.iter().filter(|target| **target >= 0).count()
     }
 
-    /// A batch of the sequences `first .. first + count`, for a rank or a shard. The range is clamped to the existing sequences.
+    /// A new batch of the sequences `first .. first + count`, for one rank or one shard. If the range exceeds the batch, the new batch
+    /// contains only the existing sequences.
     #[must_use]
     pub fn part(&self, first: usize, count: usize) -> Self {
         let first = first.min(self.sequences);
@@ -137,7 +138,8 @@ impl Batch {
     }
 }
 
-/// The tokens of a run. Training sequences are addressed by cursor; held-out sequences are in order.
+/// The tokens of a run, for training and for evaluation. A training sequence is addressed by its number (cursor) in the run. Held-out
+/// sequences are in the order of the data.
 #[derive(Debug, Clone)]
 pub struct Dataset {
     source: TokenSource,
@@ -169,7 +171,7 @@ const HELD_OUT_SEED: u64 = 0;
 const HELD_OUT_RANDOM: usize = 32_768;
 
 impl Dataset {
-    /// Opens the data of a run.
+    /// Opens the data that a run's configuration names.
     ///
     /// # Errors
     /// The errors of [`Dataset::watched`].
@@ -180,7 +182,7 @@ impl Dataset {
     /// Opens the data of a run, and reports to `watch` the progress of any token cache that must be built.
     ///
     /// # Errors
-    /// The errors of [`Dataset::open`]; [`Error::Io`] if a token cache cannot be written.
+    /// Returns the errors of [`Dataset::open`], and [`Error::Io`] if a token cache cannot be written.
     pub fn watched(config: &Config, watch: &mut dyn Watch) -> Result<Self> {
         if config.model.sees_images() {
             let source = TokenSource::Images(Images::open(config)?);
@@ -196,7 +198,7 @@ impl Dataset {
     }
 
     /// Builds the token caches of a run's data before the run starts, and returns statistics of the data's sources. Returns no statistics
-    /// for data without files, or for data from a pipe, which can be read only once.
+    /// if the data have no files, or come from a pipe, which can be read only once.
     ///
     /// # Errors
     /// The errors of [`Dataset::watched`].
@@ -210,12 +212,12 @@ impl Dataset {
         Ok(Self::watched(config, watch)?.given(sequences))
     }
 
-    /// Opens the built-in language, or the configuration's files with bytes as tokens. `seed` determines the order of the training
-    /// sequences (and the training records of the built-in language), but never the held-out data.
+    /// Opens the built-in language, or the configuration's files. In files, each byte is a token. `seed` determines the order of the
+    /// training sequences, and the training records of the built-in language. The held-out data do not depend on `seed`.
     ///
     /// # Errors
-    /// [`Error::Data`] for a file that is missing, empty, damaged, or too short for one training and one held-out
-    /// sequence; [`Error::Config`] for a `seq_len` that the built-in language does not support.
+    /// Returns [`Error::Data`] for a file that is missing, empty, damaged, or too short for one training and one held-out sequence. Returns
+    /// [`Error::Config`] for a `seq_len` that the built-in language does not support.
     pub fn open(config: &DataConfig, seed: u64) -> Result<Self> {
         Self::opened(config, seed, encode::Encoder::of_bytes(), &mut ())
     }
@@ -246,7 +248,8 @@ impl Dataset {
         Ok(Self { source, seq_len, seed, apart: config.document_mask })
     }
 
-    /// Statistics of each source of files in a run, in the order of the mixture. Empty for tokens without files.
+    /// Statistics of each source in a run with `sequences` training sequences, in the order of the mixture. The list is empty for tokens
+    /// that do not come from files.
     #[must_use]
     pub fn given(&self, sequences: u64) -> Vec<Given> {
         match &self.source {
@@ -255,7 +258,7 @@ impl Dataset {
         }
     }
 
-    /// SHA-256 of the tokens, or of a description that determines them.
+    /// SHA-256 of the tokens, or of a description (such as a seed) that determines the tokens.
     #[must_use]
     pub fn sha256(&self) -> String {
         match &self.source {
@@ -269,7 +272,7 @@ impl Dataset {
         }
     }
 
-    /// Exclusive upper bound of token ids.
+    /// Upper bound of token ids: every id is less than this number.
     #[must_use]
     pub fn vocab_size(&self) -> usize {
         match &self.source {
@@ -294,7 +297,7 @@ impl Dataset {
         self.seq_len
     }
 
-    /// The entropy rate and the unigram loss, which are known only for the built-in language.
+    /// The entropy rate and the unigram entropy of the data, which are known only for the built-in language.
     #[must_use]
     pub fn entropy(&self) -> Option<Entropy> {
         match &self.source {
@@ -303,11 +306,11 @@ impl Dataset {
         }
     }
 
-    /// The training sequences `cursor .. cursor + sequences`, counted from the start of the run over all ranks,
-    /// micro-batches and epochs.
+    /// The training sequences `cursor .. cursor + sequences`. Sequences are counted from the start of the run over all ranks, micro-batches
+    /// and epochs.
     ///
     /// # Errors
-    /// [`Error::Data`] if a file has changed since it was opened, or cannot be read.
+    /// Returns [`Error::Data`] if a file has changed since it was opened, or cannot be read.
     pub fn train_batch(&self, cursor: u64, sequences: usize) -> Result<Batch> {
         let mut batch = Batch::zeroed(sequences, self.seq_len, self.apart);
         for index in 0..sequences {
@@ -328,9 +331,9 @@ impl Dataset {
         Ok(batch)
     }
 
-    /// Where a training sequence lies: its source, if it comes from files, and the number of its first token there. The tokens of a text
-    /// without a tokenizer are its bytes. Sequences that come from no text are numbered one after the other, and images in the order of
-    /// their file.
+    /// The source of a training sequence, and the index of the sequence's first token within that source. The source is `None` if the data
+    /// do not come from text files. For a text without a tokenizer, token indices are byte indices. Random and synthetic sequences are
+    /// numbered consecutively, and images in the order of their file.
     #[must_use]
     pub fn place(&self, cursor: u64) -> (Option<&str>, u64) {
         match &self.source {
@@ -352,7 +355,7 @@ impl Dataset {
         }
     }
 
-    /// Number of complete held-out sequences, which follow one another without overlap.
+    /// Number of complete held-out sequences. Held-out sequences do not overlap.
     #[must_use]
     pub fn valid_windows(&self) -> usize {
         match &self.source {
@@ -363,7 +366,7 @@ impl Dataset {
         }
     }
 
-    /// The held-out sequences `first .. first + sequences`, or fewer at the end of the held-out data.
+    /// The held-out sequences `first .. first + sequences`. The batch has fewer sequences at the end of the held-out data.
     ///
     /// # Errors
     /// The errors of [`Dataset::train_batch`].
@@ -390,9 +393,9 @@ impl Dataset {
         Ok(batch)
     }
 
-    /// The held-out tokens after the last complete sequence, as one shorter sequence. This function and [`Dataset::valid_batch`] together
-    /// return every held-out token except the first as a target. `None` if no tokens remain, and for a mixture, in which each source would
-    /// leave a rest.
+    /// The held-out tokens after the last complete sequence, as one shorter sequence. Together, this function and [`Dataset::valid_batch`]
+    /// return every held-out token except the first as a target. Returns `None` if no tokens remain. For a mixture, also returns `None`,
+    /// because each source would have its own remaining tokens.
     ///
     /// # Errors
     /// The errors of [`Dataset::train_batch`].
@@ -405,10 +408,10 @@ impl Dataset {
     }
 }
 
-/// The files of a path, a folder or a glob, in the order in which they are read.
+/// The files that a path, a folder or a glob denotes, in the order in which they are read.
 ///
 /// # Errors
-/// [`Error::Data`] if there are no files, or a folder cannot be read.
+/// Returns [`Error::Data`] if there are no files, or if a folder cannot be read.
 pub fn files_of(source: &str) -> Result<Vec<PathBuf>> {
     source::find(source)
 }

@@ -24,7 +24,7 @@ const BATCH_ROWS: usize = 4096;
 #[derive(Debug, Clone)]
 pub(super) struct Reading {
     pub files: Vec<PathBuf>,
-    /// The only file of the source, if the file came through a pipe and is in memory.
+    /// The data of the source in memory, if the source is a pipe; otherwise `None`.
     pub piped: Option<DataFile>,
     pub asked: Asked,
     pub encoder: Encoder,
@@ -38,12 +38,12 @@ pub(super) struct ReadTo {
     pub rows: u64,
 }
 
-/// A row that was left out.
+/// A row that could not be read and was left out.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BadRow {
     /// The file that contains the row.
     pub file: PathBuf,
-    /// The row's place in the file: `line 7`.
+    /// The row's position in the file, for example `line 7`.
     pub place: String,
     /// Why the row was left out.
     pub why: String,
@@ -55,12 +55,12 @@ impl std::fmt::Display for BadRow {
     }
 }
 
-/// Rows and documents of a source that have no tokens.
+/// The rows of a source that could not be read, and the documents without tokens.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeftOut {
     /// Number of rows that could not be read.
     pub rows: u64,
-    /// The first rows that could not be read.
+    /// The first rows that could not be read, with the reasons.
     pub first: Vec<BadRow>,
     /// Number of documents without tokens.
     pub empty: u64,
@@ -87,7 +87,7 @@ pub(super) trait Sink {
     fn take(&mut self, encoded: Vec<Encoded>, bad: Vec<BadRow>, place: ReadTo) -> Result<()>;
 }
 
-/// Reports the progress of long work.
+/// Receives the progress of a long operation.
 pub trait Watch {
     /// Reports that `done` of `of` bytes of the files have been read. Returns whether to continue; if not, finished parts stay on disk.
     fn read(&mut self, done: u64, of: u64) -> bool;
@@ -160,10 +160,12 @@ struct Batch {
 }
 
 impl Reading {
-    /// Reads from this place on. An error in a file is returned only after the sink has taken all pieces before the error.
+    /// Reads the source from the position `from` on, and passes encoded pieces to `sink`. If a file has an error, the error is returned
+    /// only after the sink has received all pieces before the error.
     ///
     /// # Errors
-    /// [`Error::Data`] for files that cannot be read, and for the first bad row if bad rows are errors; the errors of the sink.
+    /// Returns [`Error::Data`] for files that cannot be read, and for the first bad row if bad rows are errors. Also returns the errors of
+    /// the sink.
     pub fn read(&self, from: ReadTo, sink: &mut dyn Sink, watch: &mut dyn Watch) -> Result<()> {
         let sizes: Vec<u64> =
             self.files.iter().map(|file| std::fs::metadata(file).map_or(0, |about| about.len())).collect();
@@ -252,11 +254,11 @@ impl Reading {
         Ok(())
     }
 
-    /// Checks that the file's ids are wide enough for the vocabulary. Narrower ids belong to another tokenizer, or are read with a width
-    /// that is smaller than their actual width.
+    /// Checks that the integer type of the file's token ids can represent every id of the vocabulary. If the integer type is too narrow,
+    /// the ids belong to another tokenizer, or are read with a smaller width than they were written with.
     ///
     /// # Errors
-    /// [`Error::Data`] if the ids are too narrow.
+    /// Returns [`Error::Data`] if the integer type is too narrow.
     pub fn require_width(&self, kind: &dyn Source, file: &DataFile) -> Result<()> {
         let Some(bits) = kind.id_bits(file).filter(|bits| *bits < u32::BITS) else { return Ok(()) };
         let named = self.encoder.tokenizer.as_ref().filter(|tokenizer| tokenizer.has_text());

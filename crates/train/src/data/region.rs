@@ -49,7 +49,7 @@ impl Region {
     /// Opens a file.
     ///
     /// # Errors
-    /// [`Error::Data`] if the file cannot be read.
+    /// Returns [`Error::Data`] if the file cannot be read.
     pub fn open(path: &Path) -> Result<Self> {
         let wrong = |e: io::Error| Error::data(path, format!("cannot be read: {e}"));
         let file = files::open_to_read(path).map_err(wrong)?;
@@ -66,11 +66,11 @@ impl Region {
         }))
     }
 
-    /// Records that the region's bytes have this SHA-256 if the file has this stamp. A later change of the stamp is then accepted if the
-    /// bytes are unchanged.
+    /// Records the SHA-256 of the region's bytes, which were hashed when the file had the stamp `stamp`. If the stamp changes later, the
+    /// file is still accepted if its bytes have the same hash.
     ///
     /// # Errors
-    /// [`Error::Data`] if the stamp has already changed.
+    /// Returns [`Error::Data`] if the stamp has already changed.
     pub fn known(mut self, stamp: &Stamp, sha256: &str) -> Result<Self> {
         if let Self::StoredFile(stored) = &mut self {
             let is_same = *stored.stamp.get_mut().unwrap_or_else(PoisonError::into_inner) == *stamp;
@@ -90,10 +90,10 @@ impl Region {
         }
     }
 
-    /// The bytes of a range.
+    /// The bytes of the region in the range `range`.
     ///
     /// # Errors
-    /// [`Error::Data`] if the file cannot be read, or has been truncated.
+    /// Returns [`Error::Data`] if the file cannot be read, or has been truncated.
     pub fn read(&self, range: Range<usize>) -> Result<Cow<'_, [u8]>> {
         match self {
             Self::StoredFile(stored) => {
@@ -108,7 +108,7 @@ impl Region {
         }
     }
 
-    /// The bytes of the number at this place.
+    /// The `N` bytes of the number that begins at byte `place`.
     ///
     /// # Errors
     /// The errors of [`Region::read`].
@@ -123,7 +123,7 @@ impl Region {
         Ok(number)
     }
 
-    /// The `u64` at this place.
+    /// The little-endian `u64` that begins at byte `place`.
     ///
     /// # Errors
     /// The errors of [`Region::read`].
@@ -134,7 +134,7 @@ impl Region {
     /// Checks that the file has not changed since it was opened.
     ///
     /// # Errors
-    /// [`Error::Data`] if the file has changed.
+    /// Returns [`Error::Data`] if the file has changed.
     pub fn require_unchanged(&self) -> Result<()> {
         match self {
             Self::StoredFile(stored) => stored.require_unchanged(),

@@ -28,18 +28,18 @@ pub(super) fn width_of(vocab_size: usize) -> usize {
 }
 
 impl TokenStream {
-    /// A stream of one document with bytes as tokens.
+    /// A stream of one document whose tokens are the bytes in `bytes`.
     pub fn of_bytes(bytes: Region, sha256: String) -> Self {
         let [documents, unlearnt] = [&[0; 8][..], &[]].map(|bytes| Region::Held(bytes.into()));
         Self { ids: bytes, width: 1, documents, unlearnt, sha256 }
     }
 
-    /// A stream of the contents of a cache.
+    /// Creates the token stream of a token cache from the parts of the cache.
     pub fn of_parts(ids: Region, width: usize, documents: Region, unlearnt: Region, sha256: String) -> Self {
         Self { ids, width, documents, unlearnt, sha256 }
     }
 
-    /// SHA-256 of the tokens. For one document of bytes, this is the SHA-256 of the bytes.
+    /// SHA-256 of the tokens. If the stream is one document of bytes, the result is the SHA-256 of the bytes.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
@@ -54,10 +54,11 @@ impl TokenStream {
         self.documents.len() / 8
     }
 
-    /// The ids of a range of tokens.
+    /// The token ids at the positions `tokens`.
     ///
     /// # Errors
-    /// [`Error::Data`](crate::Error::Data) if the file cannot be read. The methods below return this error in the same case.
+    /// Returns [`Error::Data`](crate::Error::Data) if the file cannot be read. All other methods of the stream that read from files return
+    /// the same error.
     pub fn ids(&self, tokens: Range<usize>) -> Result<Vec<i32>> {
         let bytes = self.ids.read(tokens.start * self.width..tokens.end * self.width)?;
         let id = |id: &[u8]| match *id {
@@ -94,7 +95,7 @@ impl TokenStream {
         Ok(below)
     }
 
-    /// The first tokens of the documents that begin within a range of tokens.
+    /// The indices of the tokens within `tokens` at which documents begin.
     pub fn begins(&self, tokens: Range<usize>) -> Result<Vec<usize>> {
         let first = Self::first_with(self.documents(), |document| Ok(self.first(document)? >= tokens.start))?;
         let mut begins = Vec::new();
@@ -108,7 +109,7 @@ impl TokenStream {
         Ok(begins)
     }
 
-    /// The runs of non-target tokens within a range of tokens.
+    /// The ranges of tokens within `tokens` that are not training targets.
     pub fn unlearnt(&self, tokens: Range<usize>) -> Result<Vec<Range<usize>>> {
         let count = self.unlearnt.len() / 16;
         let first = Self::first_with(count, |number| Ok(self.run(number)?.end > tokens.start))?;
@@ -124,7 +125,8 @@ impl TokenStream {
         Ok(runs)
     }
 
-    /// Whether a range contains a target. With `apart`, documents are separated, and the first token of each document is no target.
+    /// Whether the range `tokens` contains a training target. If `apart` is set, documents are separated, so the first token of each
+    /// document is not a target.
     pub fn has_target(&self, tokens: Range<usize>, apart: bool) -> Result<bool> {
         // Number of tokens per search step. The first step nearly always finds a target.
         const PART: usize = 1 << 16;
@@ -149,8 +151,9 @@ impl TokenStream {
         Ok(false)
     }
 
-    /// Index of the first held-out token. In a single document, any token can be the first held-out token. With several documents, the
-    /// first held-out token is the beginning of a document, so that at most `valid_fraction` of the tokens is held out.
+    /// Index of the first token that is held out from training. If the stream is a single document, any token can be the first held-out
+    /// token. If the stream has several documents, the first held-out token begins a document. With several documents, at most the fraction
+    /// `valid_fraction` of the tokens is held out.
     pub fn split(&self, valid_fraction: f64) -> Result<usize> {
         let at = self.len() as f64 * (1.0 - valid_fraction);
         match self.documents() {

@@ -16,7 +16,7 @@ use crate::error::Result;
 pub struct Surveyed {
     /// The file's path.
     pub path: PathBuf,
-    /// The file's kind: `JSON lines, gzip`.
+    /// The file's kind, for example `JSON lines, gzip`.
     pub kind: String,
     /// The file's size on the disk.
     pub bytes: u64,
@@ -29,22 +29,22 @@ pub struct Survey {
     pub files: Vec<Surveyed>,
     /// Number of non-empty documents.
     pub documents: u64,
-    /// Number of tokens of the documents.
+    /// Number of tokens in all documents.
     pub tokens: u64,
-    /// Number of tokens that are no targets.
+    /// Number of tokens that are not training targets.
     pub unlearnt: u64,
-    /// Whether some files contain token ids of an unknown tokenizer.
+    /// Whether some files contain token ids of a tokenizer that the configuration does not name.
     pub has_ids: bool,
     /// The largest token id.
     pub largest_id: u32,
     /// Length of the longest document in tokens.
     pub longest: u64,
-    /// Histogram of document lengths by their number of binary digits. Index 0 is always 0; index 1 counts documents of length 1, and index
-    /// 2 counts documents of lengths 2 and 3.
+    /// Histogram of document lengths, with one bin for each number of binary digits of the length. Bin 0 is always empty, bin 1 counts
+    /// documents of length 1, and bin 2 counts documents of lengths 2 and 3.
     pub lengths: Vec<u64>,
-    /// The first tokens of some documents. Each sample has its document's number, counted from 1.
+    /// The first tokens of some sampled documents. Each sample also has the number of its document, counted from 1.
     pub samples: Vec<(u64, Vec<i32>)>,
-    /// Rows and documents without tokens.
+    /// The rows that could not be read, and the documents without tokens.
     pub left_out: LeftOut,
 }
 
@@ -57,18 +57,19 @@ const SAMPLES: usize = 3;
 /// Options of a survey.
 #[derive(Debug, Clone, Copy)]
 pub struct Look {
-    /// Whether bad rows are reported and left out, even if the configuration treats them as errors.
+    /// Whether unreadable rows are only reported and left out, even if the configuration treats them as errors.
     pub checks: bool,
-    /// Exclusive upper bound of token ids.
+    /// Upper bound of token ids: every id is less than this number.
     pub vocab_size: usize,
 }
 
 impl Survey {
-    /// Surveys the files of these paths, folders and globs with the configuration's settings. `tell` receives every row that is left out,
-    /// and `watch` receives the progress.
+    /// Computes statistics of the files that the paths, folders and globs denote, with the data settings of the configuration. `tell` is
+    /// called for every row that is left out, and `watch` receives the progress.
     ///
     /// # Errors
-    /// [`crate::Error::Data`] for files that cannot be read, and for rows that cannot be read unless bad rows are left out.
+    /// Returns [`crate::Error::Data`] for files that cannot be read. Unless unreadable rows are left out, also returns
+    /// [`crate::Error::Data`] for the first unreadable row.
     pub fn of(
         config: &Config,
         sources: &[String],

@@ -19,7 +19,7 @@
 
 use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 
-/// Number of tokens of a record.
+/// Number of tokens in each record of the built-in language.
 pub const RECORD_TOKENS: usize = 32;
 
 /// Number of distinct tokens.
@@ -59,7 +59,7 @@ const LANGUAGE_SEED: u64 = 0x6e69_6262_6c65;
 /// One printable character per token, in the order of the ids.
 const SYMBOLS: &str = "([{<«‹⟨⌈)]}>»›⟩⌉ABCDEFG=abcdefghijklmnopqrstuvwxyz0123456789+-*/";
 
-/// Training or held-out records. Records of different splits with equal seeds and indices are unrelated.
+/// Training or held-out records. Records of training and of held-out data are unrelated, even if they have equal seeds and indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Split {
     /// Records to train on.
@@ -68,12 +68,12 @@ pub enum Split {
     Valid,
 }
 
-/// Bounds of the loss of a model of the language, in nats per token.
+/// Two entropies, in nats per token, with which the loss of a model of the built-in language can be compared.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Entropy {
-    /// Entropy rate H: the loss of a perfect model of the language.
+    /// Entropy rate H of the language: the loss of a perfect model.
     pub rate: f64,
-    /// Entropy U of a single token without context: the loss of a model that knows only the frequencies of tokens.
+    /// Entropy U of a token without its context: the loss of a model that knows only how frequent each token is.
     pub unigram: f64,
 }
 
@@ -108,7 +108,7 @@ impl Language {
         Self { successors }
     }
 
-    /// Record `index` of a split. The record is a pure function of the arguments.
+    /// Record number `index` of the training or held-out records. The record is a pure function of `seed`, `split` and `index`.
     #[must_use]
     pub fn record(&self, seed: u64, split: Split, index: u64) -> [i32; RECORD_TOKENS] {
         let name = match split {
@@ -150,7 +150,8 @@ impl Language {
         tokens
     }
 
-    /// The negative log-probability of a record under the language, in nats. The result is infinite if the record violates the grammar.
+    /// The negative log-probability of a record under the language, in nats. The result is infinite if the record violates the grammar of
+    /// the language.
     #[must_use]
     pub fn nats(&self, record: &[i32; RECORD_TOKENS]) -> f64 {
         let place = |at: usize, first: usize, count: usize| {
@@ -179,11 +180,11 @@ impl Language {
         nats
     }
 
-    /// The exact entropies, in nats per token.
+    /// The exact entropies H and U of the language, in nats per token.
     ///
-    /// H = (H(opener) + H(name) + Σ H(successor)) / 32: every row of a table has the same successor probabilities, and the tokens after the
-    /// letters are certain. U is the entropy of the token distribution averaged over the 32 places. The distributions of letters are
-    /// propagated through each dialect's chain.
+    /// H = (H(opener) + H(name) + Σ H(successor)) / 32, because every row of a transition table has the same successor probabilities, and
+    /// the tokens after the letters are certain. U is the entropy of the distribution of tokens, averaged over the 32 positions of a
+    /// record. To compute U, the function propagates the distribution of letters through the Markov chain of each dialect.
     #[must_use]
     pub fn entropy(&self) -> Entropy {
         let openers: Vec<f64> = (0..OPENERS).map(|i| uniform_share(i, OPENERS)).collect();
@@ -267,13 +268,13 @@ fn shannon(probabilities: &[f64]) -> f64 {
     probabilities.iter().filter(|&&p| p > 0.0).map(|p| -p * p.ln()).sum()
 }
 
-/// The character of a token id; `None` for an id that the language does not have.
+/// The character of a token id; `None` for an id that does not exist in the language.
 #[must_use]
 pub fn render_symbol(id: i32) -> Option<char> {
     SYMBOLS.chars().nth(usize::try_from(id).ok()?)
 }
 
-/// The token id of a character; `None` for a character that the language does not have.
+/// The token id of a character; `None` for a character that does not exist in the language.
 #[must_use]
 pub fn symbol_of(character: char) -> Option<i32> {
     SYMBOLS.chars().position(|symbol| symbol == character).map(|id| id as i32)

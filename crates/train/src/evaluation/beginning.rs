@@ -5,7 +5,7 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::tokenizer::{AUTO, Bytes, Tokenizer};
 
-/// The tokens before a scored text.
+/// The tokens that precede a scored text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Beginning {
     /// Tokens before a text without context.
@@ -17,8 +17,8 @@ pub struct Beginning {
 }
 
 impl Beginning {
-    /// The tokens that a run puts before its own documents: the token of `data.bos_token` before a text, and also before a question. If
-    /// there is no such token, the token that ends documents (`data.eos_token`) precedes a text.
+    /// The tokens that a run puts before its own documents. The BOS token (`data.bos_token`) precedes a text and a question. If there is no
+    /// BOS token, the token that ends documents (`data.eos_token`) precedes a text.
     ///
     /// # Errors
     /// The errors of [`Config::framing`].
@@ -27,9 +27,10 @@ impl Beginning {
         Self::new(config, framing.bos.or(framing.eos), framing.bos)
     }
 
-    /// The tokens that lm-evaluation-harness uses for a published folder. Before a text: the `bos_token` of the tokenizer's files, even if
-    /// the tokenizer does not put this token before texts, or EOS without a `bos_token`. Before a question: the token that the tokenizer
-    /// puts before every text, if any. `data.bos_token` replaces both tokens.
+    /// The tokens that lm-evaluation-harness puts before texts and questions for a published model folder. Before a text, the harness puts
+    /// the `bos_token` of the tokenizer's files, even if the tokenizer itself does not put this token before texts. If there is no
+    /// `bos_token`, the harness puts EOS before a text. Before a question, the harness puts the token that the tokenizer puts before every
+    /// text, if there is such a token. The setting `data.bos_token` replaces the tokens before texts and before questions.
     ///
     /// # Errors
     /// The errors of [`Config::framing`].
@@ -69,16 +70,16 @@ impl Beginning {
         self.alone.len()
     }
 
-    /// The ids of a text and its continuation as one request. Two texts are tokenized: the text alone, and the concatenation of text and
-    /// continuation. If the text alone has n ids, the request contains these n ids, and then the ids of the concatenation from index n on.
-    /// If one token of the concatenation contains both the end of the text and the start of the continuation, the ids of the request differ
-    /// from the ids of the concatenation. Trailing spaces of the text belong to the continuation. An empty text is replaced by the tokens
-    /// before a text.
+    /// Tokenizes a text (the context) and its continuation for one scoring request. Two strings are tokenized: the context alone, and the
+    /// concatenation of context and continuation. If the context alone has n ids, the request contains these n ids, followed by the ids of
+    /// the concatenation from index n on. If one token of the concatenation spans the boundary between context and continuation, the ids of
+    /// the request differ from the ids of the concatenation. Trailing spaces of the context are moved to the continuation. An empty context
+    /// is replaced by the tokens that precede a text.
     ///
-    /// The rules are those of lm-evaluation-harness's `loglikelihood` and `_encode_pair`.
+    /// The rules of this tokenization are the same as in `loglikelihood` and `_encode_pair` of lm-evaluation-harness.
     ///
     /// # Errors
-    /// An error for a text that has no ids.
+    /// Returns an error for a text that cannot be tokenized.
     pub fn request(&self, tokenizer: &dyn Tokenizer, context: &str, continuation: &str) -> Result<Request> {
         let text = context.trim_end_matches(is_space);
         let whole = tokenizer.encode_with_control(&[context, continuation].concat())?;

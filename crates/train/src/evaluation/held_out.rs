@@ -1,18 +1,18 @@
 //! The loss of held-out sequences.
 
-/// Sum of the losses of held-out targets, in nats.
+/// The sum of the losses of held-out targets, in nats.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HeldOut {
     /// Sum of the losses of all targets, in nats.
     pub nats: f64,
     /// Number of targets.
     pub targets: u64,
-    /// Number of images whose label has the largest logit; `None` for a language model.
+    /// Number of images for which the label has the largest logit; `None` for a language model.
     pub right: Option<u64>,
 }
 
 impl HeldOut {
-    /// Number of sequences per batch of `eval.batches`, regardless of `train.batch_size`.
+    /// Number of sequences in each batch of `eval.batches`, regardless of `train.batch_size`.
     pub const BATCH: usize = 16;
 
     /// Adds the losses of the sequences, in an order that does not depend on the batch size.
@@ -21,7 +21,7 @@ impl HeldOut {
         Self { nats: sums.sum(), targets, right: None }
     }
 
-    /// The share of images that are classified rightly; `None` for a language model, and without targets.
+    /// The fraction of images that the model classifies correctly. Returns `None` for a language model, and if there are no targets.
     #[must_use]
     pub fn accuracy(&self) -> Option<f64> {
         self.right.filter(|_| self.targets > 0).map(|right| right as f64 / self.targets as f64)

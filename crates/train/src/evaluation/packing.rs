@@ -4,17 +4,17 @@ use std::ops::Range;
 
 use crate::data::{Batch, NO_TARGET};
 
-/// A text of which some tokens are scored.
+/// The tokens of a text, some of which are scored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     /// The token ids of the text, including the context.
     pub ids: Vec<i32>,
-    /// Ranges of scored ids, in order.
+    /// Ranges of the ids whose losses are computed, in ascending order.
     pub scored: Vec<Range<usize>>,
 }
 
 impl Request {
-    /// A request that scores all ids from index `first` on.
+    /// Creates a request that scores all ids from index `first` on.
     #[must_use]
     pub fn behind(first: usize, ids: Vec<i32>) -> Self {
         let scored = first.min(ids.len())..ids.len();
@@ -27,7 +27,7 @@ impl Request {
 pub(super) struct Placed {
     /// Index of the request.
     pub request: usize,
-    /// Index of the request's first target among the tokens of the batch.
+    /// Index in the batch of the token whose target is the request's first target.
     pub first: usize,
     /// Number of targets of the request.
     pub count: usize,
@@ -36,13 +36,13 @@ pub(super) struct Placed {
 /// A batch of requests, and the place of each request in the batch.
 #[derive(Debug)]
 pub(crate) struct Packed {
-    /// The sequences, with separated documents.
+    /// The packed requests as sequences. Each request is a separate document.
     pub batch: Batch,
     pub(super) placed: Vec<Placed>,
 }
 
 impl Packed {
-    /// Adds each token's loss to the sum of its request. `nats` has one entry per token of the batch.
+    /// Adds the loss of each token to the sum of the request to which the token belongs. `nats` contains one loss per token of the batch.
     pub fn add_to(&self, nats: &[f32], sums: &mut [f64]) {
         for Placed { request, first, count } in &self.placed {
             sums[*request] += nats[*first..first + count].iter().map(|nats| f64::from(*nats)).sum::<f64>();

@@ -11,20 +11,21 @@ pub struct Perplexity {
     pub documents: u64,
     /// Number of predicted tokens.
     pub tokens: u64,
-    /// Number of bytes of the predicted text; 0 if unknown.
+    /// Number of bytes of the predicted text; 0 if this number is unknown.
     pub bytes: u64,
     /// Sum of the losses of the predicted tokens, in nats.
     pub nats: f64,
 }
 
 impl Perplexity {
-    /// The perplexity per token: exp(nats per token).
+    /// The perplexity per token: e to the power of the mean loss in nats per token.
     #[must_use]
     pub fn by_token(&self) -> f64 {
         (self.nats / self.tokens as f64).exp()
     }
 
-    /// The perplexity per byte: exp(nats per byte), which is comparable between tokenizers. `None` if the number of bytes is unknown.
+    /// The perplexity per byte: e to the power of the loss in nats per byte. The perplexity per byte can be compared between models with
+    /// different tokenizers. Returns `None` if the number of bytes is unknown.
     #[must_use]
     pub fn by_byte(&self) -> Option<f64> {
         (self.bytes > 0).then(|| (self.nats / self.bytes as f64).exp())
@@ -37,11 +38,12 @@ impl Perplexity {
     }
 }
 
-/// Cuts documents into windows that are scored separately, so that every token is predicted once.
+/// Cuts documents into windows that are scored separately. Every token of a document is predicted in exactly one window.
 ///
-/// The first window of a document contains the tokens of a sequence plus its last target. Each later window predicts the next `stride`
-/// tokens, or the remaining tokens, from as much of the document as fits into a sequence. If the stride is a whole sequence, the windows
-/// are those of lm-evaluation-harness's `get_rolling_token_windows`.
+/// The first window of a document contains `seq_len` tokens and one more token, which is the last target. Each later window predicts the
+/// next `stride` tokens, or the tokens that remain. As context, a window contains as many earlier tokens of the document as fit into a
+/// sequence. If `stride` equals the sequence length, the windows are the same as those of `get_rolling_token_windows` in
+/// lm-evaluation-harness.
 #[derive(Debug)]
 pub struct Windows {
     seq_len: usize,
@@ -58,11 +60,12 @@ pub struct Windows {
 }
 
 impl Windows {
-    /// Creates windows for a model with sequences of `seq_len` tokens. Each window advances by `stride` tokens.
+    /// Creates the windows for a model whose sequences have `seq_len` tokens. Each window after the first predicts at most `stride` new
+    /// tokens.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key `stride` if the stride is 0 or longer than a sequence, and with the key `data.seq_len` if a sequence
-    /// is shorter than the tokens before a document.
+    /// Returns [`Error::Config`] with the key `stride` if the stride is 0 or longer than a sequence. The error has the key `data.seq_len`
+    /// if a sequence is shorter than the tokens before a document.
     pub fn new(beginning: Beginning, seq_len: usize, stride: usize) -> Result<Self> {
         if stride == 0 || stride > seq_len {
             let why =

@@ -13,10 +13,10 @@ use crate::files;
 use crate::json_rows;
 use crate::tokenizer::Tokenizer;
 
-/// A question with its choices and the right answer.
+/// A multiple-choice question with its choices and the index of the right choice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Question {
-    /// The text before each choice. A space separates question and choice.
+    /// The text that precedes each choice. A space separates the question from the choice.
     pub question: String,
     /// The possible answers.
     pub choices: Vec<String>,
@@ -33,23 +33,23 @@ pub struct Task {
     pub questions: Vec<Question>,
 }
 
-/// A fraction of right answers.
+/// The fraction of questions that are answered correctly, with its standard error.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Score {
-    /// The fraction of right answers.
+    /// The fraction of questions that are answered correctly.
     pub share: f64,
-    /// The standard error of the fraction, from the sample variance; NaN for one question.
+    /// The standard error of the fraction, computed from the sample variance. The error is NaN for a single question.
     pub error: f64,
 }
 
-/// The scores of a task.
+/// The accuracies of a model on a task, under three rules that determine the model's answer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scored {
-    /// Accuracy if choices are compared by log-likelihood.
+    /// Accuracy if the choice with the largest log-likelihood counts as the model's answer.
     pub acc: Score,
-    /// Accuracy if choices are compared by log-likelihood per character of the choice.
+    /// Accuracy if the choice with the largest log-likelihood per character counts as the model's answer.
     pub acc_norm: Score,
-    /// Accuracy if choices are compared by log-likelihood per UTF-8 byte of the choice.
+    /// Accuracy if the choice with the largest log-likelihood per UTF-8 byte counts as the model's answer.
     pub acc_bytes: Score,
 }
 
@@ -57,11 +57,12 @@ pub struct Scored {
 const MOST_BYTES: u64 = 1 << 30;
 
 impl Task {
-    /// Reads a JSON Lines file. Each line is an object with `question`, `choices` (a list of texts), and `answer` (the index of the right
-    /// choice, counted from 0).
+    /// Reads the questions of a task from a JSON Lines file. Each line is an object with `question`, `choices` (a list of texts), and
+    /// `answer` (the index of the right choice, counted from 0).
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Data`] for an empty file or an invalid line, which the error names.
+    /// Returns [`Error::Io`] if the file cannot be read, and [`Error::Data`] for an empty file or an invalid line. The error names the
+    /// line.
     pub fn open(path: &Path) -> Result<Self> {
         let text = files::read_text(path, MOST_BYTES).map_err(Error::io(path))?;
         let question = |(number, _, row): (usize, &str, Result<Map<String, Value>, String>)| {
@@ -76,10 +77,10 @@ impl Task {
         Ok(Self { name: name.unwrap_or_default(), questions })
     }
 
-    /// Reads several files with distinct names.
+    /// Reads several task files, whose names must differ.
     ///
     /// # Errors
-    /// The errors of [`Task::open`]; [`Error::Data`] for a repeated name.
+    /// Returns the errors of [`Task::open`], and [`Error::Data`] if two files have the same name.
     pub fn open_all(paths: &[impl AsRef<Path>]) -> Result<Vec<Self>> {
         let mut all: Vec<Self> = Vec::new();
         for path in paths {
@@ -93,7 +94,7 @@ impl Task {
         Ok(all)
     }
 
-    /// A note about requests that do not fit a sequence of `seq_len` tokens; `None` if all fit.
+    /// A message to the user about requests that are longer than a sequence of `seq_len` tokens; `None` if every request fits.
     #[must_use]
     pub fn cut_note(&self, requests: &[Request], seq_len: usize) -> Option<String> {
         let cut = num_cut(requests, seq_len);
@@ -107,10 +108,10 @@ impl Task {
         })
     }
 
-    /// A request for each choice of each question, in order. The tokens of `beginning` precede the question.
+    /// One request for each choice of each question, in the order of the file. The tokens that `beginning` specifies precede the question.
     ///
     /// # Errors
-    /// [`Error::Data`] for a choice without tokens.
+    /// Returns [`Error::Data`] for a choice that has no tokens.
     pub fn requests(&self, tokenizer: &dyn Tokenizer, beginning: &Beginning) -> Result<Vec<Request>> {
         let all = self.questions.iter().enumerate();
         let all = all.flat_map(|(number, one)| one.choices.iter().map(move |choice| (number, one, choice)));
@@ -125,8 +126,8 @@ impl Task {
         made.collect()
     }
 
-    /// Computes scores from the log-likelihoods of [`Task::requests`], which are in the same order. Of equally likely choices, the first is
-    /// taken as the answer.
+    /// Computes the scores from the log-likelihoods of the requests of [`Task::requests`], in the same order. If several choices are
+    /// equally likely, the first of them counts as the answer.
     #[must_use]
     pub fn score(&self, log_likelihoods: &[f64]) -> Scored {
         let mut rest = log_likelihoods;
@@ -146,7 +147,7 @@ impl Task {
 }
 
 impl Scored {
-    /// Each score and its name.
+    /// The scores of the task, each with its name.
     #[must_use]
     pub fn named(&self) -> [(&'static str, Score); 3] {
         [("acc", self.acc), ("acc_norm", self.acc_norm), ("acc_bytes", self.acc_bytes)]

@@ -8,7 +8,7 @@ use crate::error::Result;
 use nibble_core::shortened;
 use serde_json::Value;
 
-/// A `model_type` whose models, or some of whose models, belong to a family.
+/// A `model_type` of which all or some models are handled as models of another family, because they compute in the same way.
 #[derive(Debug)]
 pub struct Alias {
     /// The value of `model_type`.
@@ -53,10 +53,10 @@ pub const ALIASES: [Alias; 3] = [
 const LLAMA: Alias = Alias { name: "llama", of: &Llama, absent: &[], theta: 1e4, read_rest: |_, _| Ok(()) };
 
 impl Alias {
-    /// Reads the model of a `config.json`.
+    /// Reads the configuration of a model from a `config.json`.
     ///
     /// # Errors
-    /// [`crate::Error::Config`] naming a key with an unsupported value.
+    /// Returns [`crate::Error::Config`], which names a key with an unsupported value.
     pub fn read(&self, json: &mut ConfigJson) -> Result<ModelConfig> {
         json.fill(self.absent);
         json.usual_theta = self.theta;

@@ -57,24 +57,26 @@ impl Field {
         Self { key, or_key: None, is: Is::Switch(of), absent: None, null: None }
     }
 
-    /// A field with one supported value, given as JSON, which is also the default. Any other value is refused.
+    /// A field for which only the JSON value `value` is supported. `value` is also the default for a missing key. If a file has another
+    /// value in this field, reading the file fails.
     pub const fn always(key: &'static str, value: &'static str) -> Self {
         Self { key, or_key: None, is: Is::Always(value), absent: Some(value), null: None }
     }
 
-    /// The same field with this default, given as JSON.
+    /// The same field with the JSON value `absent` as default for a missing key.
     #[must_use]
     pub const fn or(self, absent: &'static str) -> Self {
         Self { absent: Some(absent), ..self }
     }
 
-    /// The same field, in which a `null` in a file stands for this value, given as JSON.
+    /// The same field, where a `null` in a file stands for the JSON value in the argument `null`.
     #[must_use]
     pub const fn or_null(self, null: &'static str) -> Self {
         Self { null: Some(null), ..self }
     }
 
-    /// The same field with an alternative name in files. The field is written under its first name.
+    /// The same field with `key` as an alternative name, which is recognized when a file is read. When a file is written, the field has its
+    /// first name.
     #[must_use]
     pub const fn also(self, key: &'static str) -> Self {
         Self { or_key: Some(key), ..self }
@@ -175,7 +177,7 @@ pub(super) const OF_NO_INTEREST: &str = "\
     output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder problem_type \
     _attn_implementation_autoset layer_types nibble_balance quantization_config router_z_loss_coef";
 
-/// A `config.json`, and a record of the keys that were read.
+/// A parsed `config.json`, which records the keys that have been read.
 #[derive(Debug)]
 pub struct ConfigJson {
     path: PathBuf,
@@ -189,10 +191,10 @@ impl ConfigJson {
     /// Largest accepted size of the file, in bytes.
     const LONGEST: u64 = 4 << 20;
 
-    /// Opens the `config.json` of a folder.
+    /// Opens and parses the `config.json` at `path`.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file does not exist; [`Error::Config`] if the file is not a JSON object.
+    /// Returns [`Error::Io`] if the file does not exist, and [`Error::Config`] if the file is not a JSON object.
     pub fn open(path: &Path) -> Result<Self> {
         let text = files::read_text(path, Self::LONGEST).map_err(Error::io(path))?;
         Self::parse(path, &text)
@@ -206,7 +208,7 @@ impl ConfigJson {
     /// Parses the text of a `config.json`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the text is not a JSON object.
+    /// Returns [`Error::Config`] if the text is not a JSON object.
     pub fn parse(path: &Path, text: &str) -> Result<Self> {
         let error = |why: String| Error::config("", why).in_file(path);
         match serde_json::from_str(text) {
@@ -216,8 +218,7 @@ impl ConfigJson {
         }
     }
 
-    /// The value of a key; `None` if the key is missing or `null`. A dot separates the name of a table from a key in this table:
-    /// `rope_scaling.factor`.
+    /// The value of a key; `None` if the key is missing or `null`. A key inside a table is written with a dot: `rope_scaling.factor`.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.asked.borrow_mut().insert(key.to_owned());
         let value = match key.split_once('.') {
@@ -253,7 +254,7 @@ impl ConfigJson {
     /// The value of a key that must be an integer above 0.
     ///
     /// # Errors
-    /// [`Error::Config`] if the value is not such an integer.
+    /// Returns [`Error::Config`] if the value is not an integer above 0.
     pub fn size(&self, key: &str) -> Result<Option<usize>> {
         let expected = format!("a whole number from 1 to {MOST}");
         self.read(key, &expected, |value| whole(value).filter(|size| *size > 0))
@@ -262,7 +263,7 @@ impl ConfigJson {
     /// The value of a key that must be a non-negative integer.
     ///
     /// # Errors
-    /// [`Error::Config`] if the value is not such an integer.
+    /// Returns [`Error::Config`] if the value is not a non-negative integer.
     pub fn count(&self, key: &str) -> Result<Option<usize>> {
         self.read(key, &format!("a whole number from 0 to {MOST}"), whole)
     }
@@ -270,7 +271,7 @@ impl ConfigJson {
     /// The value of a key that must be a non-negative number.
     ///
     /// # Errors
-    /// [`Error::Config`] if the value is not such a number.
+    /// Returns [`Error::Config`] if the value is not a non-negative number.
     pub fn number(&self, key: &str) -> Result<Option<f64>> {
         self.read(key, "a number of at least 0", |value| single(value).filter(|number| *number >= 0.0))
     }
@@ -278,7 +279,7 @@ impl ConfigJson {
     /// The value of a key that must be a number above 0.
     ///
     /// # Errors
-    /// [`Error::Config`] if the value is not such a number.
+    /// Returns [`Error::Config`] if the value is not a number above 0.
     pub fn above_zero(&self, key: &str) -> Result<Option<f64>> {
         // Kernels compute in single precision, which would round a smaller number to zero.
         let above = |value: &Value| single(value).filter(|number| *number as f32 > 0.0);
@@ -288,7 +289,7 @@ impl ConfigJson {
     /// The value of a key that must be true or false.
     ///
     /// # Errors
-    /// [`Error::Config`] if the value is neither.
+    /// Returns [`Error::Config`] if the value is neither true nor false.
     pub fn switch(&self, key: &str) -> Result<Option<bool>> {
         self.read(key, "true or false", Value::as_bool)
     }
@@ -296,30 +297,30 @@ impl ConfigJson {
     /// The value of a key that must be a string.
     ///
     /// # Errors
-    /// [`Error::Config`] if the value is not a string.
+    /// Returns [`Error::Config`] if the value is not a string.
     pub fn word(&self, key: &str) -> Result<Option<&str>> {
         self.read(key, "a text", Value::as_str)
     }
 
-    /// The value of a key that must be a table.
+    /// The value of a key that must be a table (a JSON object).
     ///
     /// # Errors
-    /// [`Error::Config`] if the value is not a table.
+    /// Returns [`Error::Config`] if the value is not a table.
     pub fn table(&self, key: &str) -> Result<Option<&Map<String, Value>>> {
         self.read(key, "an object", Value::as_object)
     }
 
-    /// The error of a missing key.
+    /// The error that reports a missing key.
     pub fn missing(&self, key: &str) -> Error {
         self.error(key, "is not there, and is needed")
     }
 
-    /// Marks keys as deliberately ignored.
+    /// Marks keys as read, so that `passed_over` does not report them.
     pub fn pass_over(&self, keys: &[&str]) {
         self.asked.borrow_mut().extend(keys.iter().map(|key| (*key).to_owned()));
     }
 
-    /// An error about a key.
+    /// An error about a key, with the reason `why`.
     pub fn error(&self, key: &str, why: impl Into<String>) -> Error {
         Error::config(key, why).in_file(&self.path)
     }
@@ -333,7 +334,7 @@ impl ConfigJson {
         error
     }
 
-    /// Keys that were not read, although they may affect the model.
+    /// The keys of the file that were not read, although they may affect the model.
     pub fn passed_over(&self) -> Vec<String> {
         let asked = self.asked.borrow();
         let known = |key: &str| asked.contains(key) || words::has(OF_NO_INTEREST, key);

@@ -12,12 +12,12 @@ use crate::error::Result;
 use crate::spec::{AttentionSpec, LatentShape, ModelSpec};
 use serde_json::{Map, Value};
 
-/// The field for the number of experts. `also` is its alternative name in files.
+/// The field for the number of routed experts. `also` is an alternative name of this field in files.
 pub const fn experts(also: &'static str) -> Field {
     Field::size("n_routed_experts", |m| &mut m.experts).also(also)
 }
 
-/// Fields for the sizes that both families have.
+/// Fields for the sizes that the families DeepSeek-V2 and DeepSeek-V3 share.
 pub const LATENT: [Field; 11] = [
     Field::size("kv_lora_rank", |m| &mut m.kv_rank),
     Field::size("qk_rope_head_dim", |m| &mut m.rope_dim),
@@ -42,10 +42,10 @@ const AUX: &str = "aux_loss_alpha";
 const OF_SEQUENCES: &str = "seq_aux";
 const KV_HEADS: &str = "num_key_value_heads";
 
-/// Reads all settings that no field covers, except the router's selection.
+/// Reads all settings that the lists of fields do not contain, except the settings of expert selection.
 ///
 /// # Errors
-/// [`crate::Error::Config`] naming a key with an unsupported value.
+/// Returns [`crate::Error::Config`], which names a key with an unsupported value.
 pub fn read(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     model.qk_norm = QkNorm::None;
     // These keys are not read, because they follow from the two parts of a head.
@@ -76,7 +76,7 @@ pub fn read(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     read_rope(json, model)
 }
 
-/// Writes all settings that no field covers, except the router's selection.
+/// Writes all settings that the lists of fields do not contain, except the settings of expert selection.
 pub fn write(model: &ModelConfig, keys: &mut Map<String, Value>) {
     let mut add = |key: &str, value: Value| keys.insert(key.to_owned(), value);
     add(KV_HEADS, model.kv_heads.into());
@@ -89,10 +89,11 @@ pub fn write(model: &ModelConfig, keys: &mut Map<String, Value>) {
     write_rope(model, keys);
 }
 
-/// Reads the groups from which experts are selected. A single group means no groups.
+/// Reads the number of expert groups, and how many groups a token's experts are selected from. If the file says one group, the model has no
+/// groups.
 ///
 /// # Errors
-/// [`crate::Error::Config`] for an invalid value.
+/// Returns [`crate::Error::Config`] for an invalid value.
 pub fn read_groups(json: &ConfigJson, model: &mut ModelConfig, score: GroupScore) -> Result<()> {
     let (groups, top) = groups(json)?;
     if groups > 1 {
@@ -114,13 +115,13 @@ fn groups(json: &ConfigJson) -> Result<(usize, usize)> {
     Ok((groups, top))
 }
 
-/// Writes the groups from which experts are selected.
+/// Writes the number of expert groups, and how many groups a token's experts are selected from.
 pub fn write_groups(model: &ModelConfig, keys: &mut Map<String, Value>) {
     keys.insert(GROUPS.into(), model.groups.max(1).into());
     keys.insert(TOP_GROUPS.into(), model.top_groups.max(1).into());
 }
 
-/// The tensors of a model with latent attention, with DeepSeek's names and DeepSeek's order of rows.
+/// The tensors of a model with latent attention, with the names and the row order that DeepSeek uses.
 pub fn tensors(model: &ModelSpec) -> Vec<Named> {
     let shape = model.runs.first().and_then(|run| match &run.block.attn {
         AttentionSpec::Latent(spec) => Some(spec.shape),

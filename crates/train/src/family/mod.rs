@@ -58,11 +58,12 @@ use nibble_core::shortened;
 use serde_json::{Map, Value};
 use std::fmt;
 
-/// Every family. A model is written as the first family that supports the model. The last family supports every model.
+/// Every family. An exported model belongs to the first family in this list that supports the model. The last family in this list supports
+/// every model.
 pub const FAMILIES: [&dyn Family; 10] =
     [&Qwen3Moe, &Qwen3, &Llama, &Mistral, &Ministral, &Qwen2, &Olmoe, &DeepseekV2, &DeepseekV3, &Nibble];
 
-/// The family as which a model is written: the first family whose `config.json` describes the model completely.
+/// The family as which a model is exported: the first family whose `config.json` describes the model completely.
 #[must_use]
 pub fn of(model: &ModelConfig) -> &'static dyn Family {
     FAMILIES.into_iter().find(|family| has(*family, model)).unwrap_or(&Nibble)
@@ -89,16 +90,17 @@ fn has(family: &dyn Family, model: &ModelConfig) -> bool {
     config_json::read(family, &mut ConfigJson::of(keys)).is_ok_and(|read| alike(&read) == alike(model))
 }
 
-/// The `config.json` of a model in this family, for other tools and for [`read`]. `positions` is the model's number of positions.
+/// The `config.json` of a model of this family. Other tools and [`read`] can read the result. `positions` is the largest number of tokens
+/// of a sequence of the model.
 #[must_use]
 pub fn config_json(family: &dyn Family, model: &ModelConfig, positions: usize) -> Value {
     config_json::written(family, &ModelConfig { max_positions: positions, ..model.clone() })
 }
 
-/// Reads the model of a `config.json`, and determines its family.
+/// Reads a model's configuration from a `config.json`, and determines the model's family.
 ///
 /// # Errors
-/// [`crate::Error::Config`] naming a key with an unsupported value.
+/// Returns [`crate::Error::Config`], which names a key with an unsupported value.
 pub fn read(json: &mut ConfigJson) -> Result<(&'static dyn Family, ModelConfig)> {
     const KIND: &str = "model_type";
     let kind = json.word(KIND)?.ok_or_else(|| json.missing(KIND))?;
@@ -113,7 +115,7 @@ pub fn read(json: &mut ConfigJson) -> Result<(&'static dyn Family, ModelConfig)>
     Err(json.error(KIND, format!("is \"{}\", expected one of {}", shortened(kind), known.join(", "))))
 }
 
-/// The names that other programs use for a family of models.
+/// A model family (such as Llama) and the names that other programs use for its settings and tensors.
 pub trait Family: fmt::Debug + Sync {
     /// The family's `model_type` in `config.json`.
     fn name(&self) -> &'static str;

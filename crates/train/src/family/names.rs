@@ -3,24 +3,24 @@
 use crate::spec::{ModelSpec, ParamSpec};
 use std::ops::Range;
 
-/// Rows of a parameter, which is given by its index in canonical order. In an experts' parameter, the experts' matrices are stacked by
-/// rows.
+/// A range of rows of one parameter. The parameter is identified by its index in the model's canonical order of parameters. In a parameter
+/// that contains all experts of a layer, the experts' matrices are stacked along the rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rows {
     /// Index of the parameter.
     pub param: usize,
-    /// Range of the parameter's rows.
+    /// The range of rows within the parameter.
     pub range: Range<usize>,
 }
 
-/// A tensor of a checkpoint, which is a concatenation of rows of parameters.
+/// A tensor of a checkpoint, composed of rows of one or more parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Named {
     /// The tensor's name: `model.layers.0.mlp.experts.3.up_proj.weight`.
     pub name: String,
-    /// The tensor's shape. The last dimension is the length of a row.
+    /// The tensor's shape. The shape of the tensor; the last dimension is the length of a row.
     pub shape: Vec<usize>,
-    /// The rows of which the tensor consists.
+    /// The rows of parameters that are concatenated to form the tensor.
     pub rows: Vec<Rows>,
 }
 
@@ -37,7 +37,7 @@ impl Named {
         self.shape.iter().product()
     }
 
-    /// Contiguous runs of values: the index of a parameter, and a range of the parameter's values.
+    /// The contiguous ranges of values that form the tensor. Each item is the index of a parameter and a range of the parameter's values.
     pub fn runs(&self) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
         let cols = self.shape.last().copied().unwrap_or(0);
         self.rows.iter().map(move |rows| (rows.param, rows.range.start * cols..rows.range.end * cols))
@@ -47,8 +47,9 @@ impl Named {
 /// The names of the two halves of a gated projection.
 const HALVES: [&str; 2] = ["gate_proj", "up_proj"];
 
-/// The tensors of every parameter in canonical order, named by the parameters' ids. A gated projection is split into its halves, stacked
-/// experts are separate tensors, and all other parameters are unchanged. Each row appears exactly once.
+/// The tensors of all parameters, in canonical order. Each tensor is named by the id of its parameter. A gated projection becomes two
+/// tensors, stacked experts become one tensor each, and every other parameter becomes one tensor. Each row of each parameter appears in
+/// exactly one tensor.
 #[must_use]
 pub fn as_they_are(model: &ModelSpec) -> Vec<Named> {
     model.params().enumerate().flat_map(|(number, param)| of_param(number, &param)).collect()

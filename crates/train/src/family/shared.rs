@@ -6,7 +6,7 @@ use crate::error::Result;
 use nibble_core::shortened;
 use serde_json::{Map, Value, json};
 
-/// Fields that every decoder has.
+/// Fields of `config.json` that every decoder has.
 pub const DECODER: [Field; 8] = [
     Field::size("vocab_size", |m| &mut m.vocab_size),
     Field::size("hidden_size", |m| &mut m.d_model),
@@ -18,17 +18,18 @@ pub const DECODER: [Field; 8] = [
     Field::always("attention_dropout", "0.0").or_null("0.0"),
 ];
 
-/// The number of key-value heads, and the head dimension. `null` means as many key-value heads as query heads, and a head dimension equal
-/// to the width divided by the number of query heads. A missing key means the same, unless the family has another default.
+/// The fields for the number of key-value heads and for the head dimension. The value `null` means as many key-value heads as query heads.
+/// For the head dimension, `null` means the model width divided by the number of query heads. A missing key means the same as `null`,
+/// unless the family has another default.
 pub const GROUPED_QUERY: [Field; 2] = [
     Field::size("num_key_value_heads", |m| &mut m.kv_heads).or("0").or_null("0"),
     Field::size("head_dim", |m| &mut m.head_dim).or("0").or_null("0"),
 ];
 
-/// Replaces the zeros that [`GROUPED_QUERY`] leaves for these values.
+/// Replaces the zeros that [`GROUPED_QUERY`] sets for missing numbers of key-value heads and head dimensions.
 ///
 /// # Errors
-/// [`crate::Error::Config`] if the number of heads does not divide the width.
+/// Returns [`crate::Error::Config`] if the head dimension is missing and the number of heads does not divide the width.
 pub fn read_heads(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     if model.kv_heads == 0 {
         model.kv_heads = model.heads;
@@ -46,30 +47,30 @@ pub fn read_heads(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     Ok(())
 }
 
-/// Fields of dense layers with grouped-query attention.
+/// Fields of models with dense layers and grouped-query attention.
 pub const DENSE: [Field; 2] = [
     Field::size("intermediate_size", |m| &mut m.ffn),
     Field::number("rms_norm_eps", |m| &mut m.norm_eps).or("1e-6"),
 ];
 
-/// A field that requires attention projections without bias.
+/// A field that accepts only attention projections without bias.
 pub const NO_BIAS: Field = Field::always("attention_bias", "false");
 
-/// Reads all settings of a dense model with this QK norm that no field covers.
+/// Reads the settings of a dense model that the lists of fields do not contain. `qk_norm` is the family's norm of queries and keys.
 ///
 /// # Errors
-/// The errors of [`read_heads`] and [`read_rope`].
+/// Returns the errors of [`read_heads`] and [`read_rope`].
 pub fn read_dense(json: &ConfigJson, model: &mut ModelConfig, qk_norm: QkNorm) -> Result<()> {
     model.qk_norm = qk_norm;
     read_heads(json, model)?;
     read_rope(json, model)
 }
 
-/// Reads RoPE from `rope_theta` and `rope_scaling`, or from `rope_parameters`, which is the newer name. A non-empty `rope_scaling` takes
-/// precedence, as in `RotaryEmbeddingConfigMixin` of `transformers`.
+/// Reads the RoPE settings from `rope_theta` and `rope_scaling`, or from the newer key `rope_parameters`. If `rope_scaling` is not empty,
+/// it takes precedence, as in `RotaryEmbeddingConfigMixin` of `transformers`.
 ///
 /// # Errors
-/// [`crate::Error::Config`] for an unsupported kind of scaling, and for two different bases of the frequencies.
+/// Returns [`crate::Error::Config`] for an unsupported kind of scaling, and if the file has two different bases of the RoPE frequencies.
 pub fn read_rope(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     let (parameters, scaling) = (json.table(TABLE)?, json.table(FORMER)?);
     let says = |table: Option<&Map<String, Value>>| table.is_some_and(|table| !table.is_empty());
@@ -224,7 +225,7 @@ fn read_rope_scaling(
     }
 }
 
-/// Writes RoPE under the keys that every program knows.
+/// Writes the RoPE settings under `rope_theta` and `rope_scaling`, the keys that every program knows.
 pub fn write_rope(model: &ModelConfig, keys: &mut Map<String, Value>) {
     keys.insert("rope_theta".into(), model.rope_theta.into());
     let s = &model.rope_scaling;
@@ -250,27 +251,29 @@ pub fn write_rope(model: &ModelConfig, keys: &mut Map<String, Value>) {
     keys.insert("rope_scaling".into(), table);
 }
 
-/// Fields of a mixture of experts; the keys of widths differ between families.
+/// Fields of a mixture of experts that have the same names in all families. The keys of widths have different names.
 pub const MIXTURE: [Field; 3] = [
     Field::size("num_experts", |m| &mut m.experts).also("num_local_experts"),
     Field::size("num_experts_per_tok", |m| &mut m.top_k),
     Field::switch("norm_topk_prob", |m| &mut m.norm_topk_prob).or("false"),
 ];
 
-/// The key for the weight of the load-balancing loss in `transformers`.
+/// The key in `config.json` for the weight of the load-balancing loss of `transformers`.
 pub const AUX: &str = "router_aux_loss_coef";
 
-/// Reads the weight of the load-balancing loss of `transformers`, which treats all layers together.
+/// Reads the weight of the load-balancing loss of `transformers`. The load-balancing loss of `transformers` is computed over all layers
+/// together.
 ///
 /// # Errors
-/// [`crate::Error::Config`] if the weight is not a number.
+/// Returns [`crate::Error::Config`] if the weight is missing or not a number.
 pub fn read_balance(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     model.balance = Balance::Batch;
     model.aux_loss_coef = json.number(AUX)?.ok_or_else(|| json.missing(AUX))?;
     Ok(())
 }
 
-/// Writes the equivalent weight of the load-balancing loss of `transformers`, and the other keys of the router's losses.
+/// Writes the weight for the load-balancing loss of `transformers` that is equivalent to the model's weight. Also writes the other keys of
+/// the router's losses.
 pub fn write_balance(model: &ModelConfig, keys: &mut Map<String, Value>) {
     keys.insert(AUX.into(), their_aux_loss_coef(model).into());
     keys.insert("router_z_loss_coef".into(), model.z_loss_coef.into());

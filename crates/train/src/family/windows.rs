@@ -6,7 +6,7 @@ use crate::error::Result;
 use nibble_core::shortened;
 use serde_json::{Map, Value};
 
-/// The layers with sliding-window attention.
+/// How a family's `config.json` says which layers have sliding-window attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Windowed {
     /// Those in `layer_types`, otherwise those from `max_window_layers` on; none without `use_sliding_window`.
@@ -30,12 +30,12 @@ const MAX_WINDOW_LAYERS: &str = "max_window_layers";
 const KINDS: [(&str, LayerAttention); 2] =
     [("full_attention", LayerAttention::Full), ("sliding_attention", LayerAttention::Sliding)];
 
-/// Reads sliding windows. `sliding_window` has the same meaning in `transformers` and in Nibble: query i attends to key j if i - j is less
-/// than the window.
+/// Reads sliding windows. The key `sliding_window` has the same meaning in `transformers` and in Nibble: query i attends to key j if i - j
+/// is less than the window.
 ///
 /// # Errors
-/// [`crate::Error::Config`] for sliding layers without a window size, for kinds of layers that the decoder does not have, and
-/// for `layer_types` that contradict a family whose layers are all of one kind.
+/// Returns [`crate::Error::Config`] for sliding layers without a window size, and for kinds of layers that the decoder does not have. Also
+/// returns [`crate::Error::Config`] if `layer_types` contradicts a family whose layers are all of one kind.
 pub fn read_windows(json: &ConfigJson, model: &mut ModelConfig, of: Windowed) -> Result<()> {
     use LayerAttention::{Full, Sliding};
     // The configuration classes' default of `max_window_layers`.
@@ -94,8 +94,9 @@ fn listed_layers(json: &ConfigJson, layers: usize) -> Result<Option<Vec<LayerAtt
     kinds.iter().map(kind).collect::<Result<_>>().map(Some)
 }
 
-/// Writes sliding windows in the form that [`read_windows`] reads, and in the form of earlier versions of `transformers`, which do not know
-/// `layer_types`. A setting that the family cannot express is left out; a model that is read from the result then differs.
+/// Writes sliding windows in the form that [`read_windows`] reads. Also writes the keys of earlier versions of `transformers`, which do not
+/// know `layer_types`. A setting that the family cannot express is not written. After such an export, a model that is read from the written
+/// keys differs from the original model.
 pub fn write_windows(model: &ModelConfig, keys: &mut Map<String, Value>, of: Windowed) {
     let window = if model.sliding_window > 0 { model.sliding_window.into() } else { Value::Null };
     let slides = !window.is_null();

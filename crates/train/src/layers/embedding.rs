@@ -7,25 +7,26 @@ use crate::spec::Part;
 use nibble_core::ops::{AddBias, AddBiasBackward, Embed, EmbedBackward, EmbedOut, Gemm};
 use nibble_core::{Error, Kernels, Operand, Result, Tensor};
 
-/// The embedding. The embedding is not a [`Layer`](super::Layer), because its input, token ids, has no gradient. The embedding reads its
-/// weight directly; only a tied head makes copies of the weight for matrix products.
+/// The embedding. The embedding is not a [`Layer`](super::Layer), because token ids, its input, have no gradient. The embedding reads its
+/// weight directly. Only a tied head quantizes or converts copies of the weight for matrix products.
 #[derive(Debug, Clone)]
 pub struct Embedding<B: Kernels> {
-    /// The weight `[v, d]`; for images, the weight `[d, p]` of the linear layer that embeds patches.
+    /// The embedding weight `[v, d]`. For images, `weight` is the weight `[d, p]` of the linear layer that embeds patches.
     pub weight: Param<B>,
-    /// The rest of the embedding of images.
+    /// The additional parts of an embedding of images; `None` for a language model.
     pub patches: Option<Patches<B>>,
 }
 
-/// The embedding of the patches of images. A token's id is a row of the table of pixels. The class token, the first of each image, has a
-/// row of zeros, so that its vector is the bias and the vector of its position.
+/// The parameters and pixels that an embedding of image patches needs. The id of a token is the index of the token's row in the table of
+/// pixels. The first token of each image is the class token, whose row of pixels is zero. The vector of a class token is therefore the bias
+/// plus the vector of the first position.
 #[derive(Debug, Clone)]
 pub struct Patches<B: Kernels> {
-    /// The bias of the linear layer, `[1, d]`.
+    /// The bias `[1, d]` of the linear layer that embeds patches.
     pub bias: Param<B>,
-    /// The vectors of the positions, `[1, s·d]`.
+    /// The learned vectors of all positions, `[1, s·d]`.
     pub positions: Param<B>,
-    /// The pixels of all images, F32 `[rows, p]`; `None` until the data is read.
+    /// The pixels of all images as F32 `[rows, p]`; `None` until the images have been read.
     pub pixels: Option<Tensor<B>>,
 }
 
@@ -43,7 +44,8 @@ impl<B: Kernels> Saved for EmbeddingSaved<B> {
 }
 
 impl<B: Kernels> Embedding<B> {
-    /// Creates the embedding with random weights. This rank stores its own rows of the F32 master; every rank computes with all rows.
+    /// Creates the embedding with random weights. This rank stores only its own rows of the F32 master weight, but every rank computes with
+    /// all rows.
     pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         let [weight, bias, positions] = part.weights() else {
             return Ok(Self { weight: Param::only(cx, part)?, patches: None });
@@ -65,7 +67,8 @@ impl<B: Kernels> Embedding<B> {
         [&mut self.weight].into_iter().chain(patches).collect()
     }
 
-    /// The vectors `[t, d]` of the tokens, and the number of tokens that are not in the vocabulary, or in the table of pixels.
+    /// The vectors `[t, d]` of the tokens. Also returns the number of tokens that are not in the vocabulary (for images, not in the table
+    /// of pixels).
     pub fn forward(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<EmbedOut<B>> {
         let Some(patches) = &self.patches else {
             return Embed { table: self.weight.plain()?, ids, dtype: cx.activations() }.run(cx.b);
@@ -80,12 +83,12 @@ impl<B: Kernels> Embedding<B> {
         Ok(EmbedOut { x: Tensor::new(of_images.data, shape.0, shape.1)?, bad_ids })
     }
 
-    /// The token ids, which the backward pass needs.
+    /// Saves the token ids, which the backward pass needs.
     pub fn saved(&self, ids: B::Buf<i32>) -> EmbeddingSaved<B> {
         EmbeddingSaved { layer: self.weight.layer().to_owned(), ids }
     }
 
-    /// Adds the gradient of the weight, computed from the gradient of the vectors.
+    /// Computes the weight's gradient from the gradient of the output vectors, and adds it to the accumulated gradient.
     pub fn backward(&mut self, cx: &Cx<'_, B>, saved: EmbeddingSaved<B>, dy_td: &Tensor<B>) -> Result<()> {
         let shards = cx.shards.local;
         if let Some(patches) = &mut self.patches {

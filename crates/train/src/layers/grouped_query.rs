@@ -13,7 +13,7 @@ use crate::spec::{GroupedQueryShape, GroupedQuerySpec, Part};
 use nibble_core::ops::{Add, AddBiasBackward, Attention, AttentionBackward, AttentionOut, attention_scale};
 use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
 
-/// Attention in which several heads of queries share keys and values.
+/// Grouped-query attention, where several query heads share one head of keys and values.
 #[derive(Debug, Clone)]
 pub struct GroupedQuery<B: Kernels> {
     /// The layer's name, for example `model.layers.3.self_attn`.
@@ -28,16 +28,17 @@ pub struct GroupedQuery<B: Kernels> {
     pub v: Linear<B>,
     /// The output projection, `[d, h·u]`.
     pub o: Linear<B>,
-    /// Norm and rotation of the queries.
+    /// The norm and the RoPE rotation of the queries.
     pub q_heads: Heads<B>,
-    /// Norm and rotation of the keys.
+    /// The norm and the RoPE rotation of the keys.
     pub k_heads: Heads<B>,
-    /// The sinks `[1, h]`: an additional score of each query head that belongs to no key. `None` means no sinks.
+    /// The attention sinks `[1, h]`. A sink is an additional score of one query head that belongs to no key. `None` means no sinks.
     pub sinks: Option<Param<B>>,
-    /// The table `[seq_len, c]` of [`rope_table`](super::rope_table), with one row per position. All layers share this table.
+    /// The table `[seq_len, c]` of cosines and sines from [`rope_table`](super::rope_table), with one row per position. All layers of the
+    /// model share one table of cosines and sines.
     pub rope: Tensor<B>,
-    /// Whether to save normalized and rotated queries and keys, instead of recomputing them in the backward pass. Without a norm, queries
-    /// and keys are always saved.
+    /// Whether the forward pass saves normalized and rotated queries and keys. If `keep_heads` is false, the backward pass recomputes
+    /// queries and keys. If queries and keys have no norm, they are always saved.
     pub keep_heads: bool,
 }
 
@@ -83,7 +84,7 @@ impl<B: Kernels> Saved for GroupedQuerySaved<B> {
 }
 
 impl<B: Kernels> GroupedQuery<B> {
-    /// Creates the layer with random weights; `rope` has one row per position of a sequence.
+    /// Creates the layer with random weights. The table `rope` has one row per position of a sequence.
     pub fn new(cx: &Cx<'_, B>, spec: &GroupedQuerySpec, rope: Tensor<B>) -> Result<Self> {
         let linear = |part: &Part| Linear::new(cx, part, cx.activations());
         let [q_norm, k_norm] = match &spec.norms {
@@ -157,18 +158,18 @@ impl<B: Kernels> GroupedQuery<B> {
         Ok((o_input, GroupedQuerySaved { layer, x, q: q_saved, k: k_saved, v, out, lse, o }))
     }
 
-    /// The forward pass of a sequence's next tokens, which attend to the keys and values in the cache. The call adds the tokens' own
-    /// keys and values to the cache. Several tokens at once are allowed only if the cache is empty.
+    /// Runs the forward pass of a sequence's next tokens. The tokens also attend to the keys and values in the cache. The call adds the
+    /// keys and values of the new tokens to the cache. The call may process several tokens at once only if the cache is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { q, k, v, .. } = self.projected(cx, x_td, cache.len())?;
         let out = cache.attended(cx, [&q, &k, &v], self.plain_sinks()?)?;
         self.o.product(cx, &self.o.input(cx, &out)?.0)
     }
 
-    /// A cache for one sequence.
+    /// An empty cache for the keys and values of one sequence.
     ///
     /// # Errors
-    /// [`Error::Shape`] if attention is not causal: each new token would change the outputs of the earlier ones.
+    /// Returns [`Error::Shape`] if attention is not causal, because each new token would then change the outputs of earlier tokens.
     pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
         if !self.shape.causal {
             return Err(Error::shape(

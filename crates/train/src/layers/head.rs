@@ -21,11 +21,11 @@ use nibble_core::recipe::{Layer, LayerKind, LayerPlan};
 use nibble_core::{DType, Data, Error, Kernels, Operand, Result, Tensor};
 use std::sync::Arc;
 
-/// The gradient of the head's input, which the forward pass computes.
+/// The gradient of the head's input. The forward pass of the head computes and saves the gradient of the head's input.
 #[derive(Debug)]
 pub struct HeadSaved<B: Kernels> {
     layer: String,
-    /// The gradient `[t, d]`, in the type of the activations.
+    /// The gradient `[t, d]`, in the data type of the activations.
     pub dx: Tensor<B>,
 }
 
@@ -35,30 +35,32 @@ impl<B: Kernels> Saved for HeadSaved<B> {
     }
 }
 
-/// A head's tokens and their targets.
+/// The input vectors of the output head and the target tokens.
 #[derive(Debug)]
 pub struct HeadInput<'a, B: Kernels> {
-    /// The head's input, `[t, d]`.
+    /// The input vectors of the head, `[t, d]`.
     pub x_td: &'a Tensor<B>,
-    /// The target token of each row. Rows with a negative target do not count.
+    /// The target token of each row. Rows with a negative target do not contribute to the loss.
     pub targets: &'a B::Buf<i32>,
-    /// Number of equal runs of rows over which losses are summed. With gradients, the runs are the shards of the pass.
+    /// Number of parts into which the rows are divided. All parts have equally many rows. The losses are summed separately over each part.
+    /// If gradients are computed, each of the `shards` parts is one shard of the pass.
     pub shards: usize,
 }
 
-/// The output head, with its own weight `[v, d]` or with the embedding's weight. The head is not a [`Layer`](super::Layer), because its
-/// gradients are computed in the forward pass. Callers pass the embedding's weight as `table`, which a tied head uses.
+/// The output head. The head has its own weight `[v, d]`, or shares the embedding's weight (a tied head). The head is not a
+/// [`Layer`](super::Layer), because the forward pass already computes the head's gradients. Callers pass the embedding's weight as the
+/// argument `table`, which only a tied head uses.
 #[derive(Debug, Clone)]
 pub struct Head<B: Kernels> {
-    /// The head's name in recipes: `lm_head`, or the embedding's id.
+    /// The name of the head's weight in recipes: `lm_head`, or for a tied head, the id of the embedding.
     pub id: String,
-    /// The head's own weight, unless the head is tied to the embedding.
+    /// The head's own weight; `None` if the head shares the embedding's weight.
     pub own: Option<Param<B>>,
 }
 
 impl<B: Kernels> Head<B> {
-    /// Creates the head with random weights. This rank stores its own rows of the F32 master; every rank computes with all rows. A tied
-    /// head does not have its own weight.
+    /// Creates the head with random weights. This rank stores only its own rows of the F32 master weight, but every rank computes with all
+    /// rows. A tied head has no weight of its own.
     pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         let own = (!part.params().is_empty()).then(|| Param::only(cx, part));
         Ok(Self { id: part.id.clone(), own: own.transpose()? })
@@ -82,10 +84,10 @@ impl<B: Kernels> Head<B> {
         vec![self.weight(table).for_products(&self.plan(cx).weights, &self.id)]
     }
 
-    /// Makes the copies of the weight for this step.
+    /// Makes the copies of the weight that this step's matrix products read.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Returns errors of the backend and of other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>, table: &mut Param<B>) -> Result<()> {
         Gathering::begin(cx, vec![self.wanted(cx, table)])?.finish_next(cx, vec![self.weight_mut(table)])
     }
@@ -105,8 +107,8 @@ impl<B: Kernels> Head<B> {
         HeadLoss { x, w, codecs, targets, shards, chunk, grad: None }.run(cx.b)
     }
 
-    /// Computes the losses, and the gradients of the sum of the losses times the factor in `control` ([`nibble_core::ops::Control`]). The
-    /// call adds the weight's gradient to the accumulated gradient.
+    /// Computes the losses, and the gradients of the sum of the losses. The gradients are scaled by the factor in `control`
+    /// ([`nibble_core::ops::Control`]). The call adds the gradient of the weight to the weight's accumulated gradient.
     pub fn losses_and_gradients(
         &mut self,
         cx: &Cx<'_, B>,
@@ -132,7 +134,7 @@ impl<B: Kernels> Head<B> {
         Ok((out, HeadSaved { layer: self.id.clone(), dx }))
     }
 
-    /// Logits, F32 `[t, v]`, of the plain input `x`, `[t, d]`.
+    /// Computes the logits, F32 `[t, v]`, from the plain (not quantized) input `x`, `[t, d]`.
     pub fn logits(&self, cx: &Cx<'_, B>, table: &Param<B>, x: &Tensor<B>) -> Result<Tensor<B>> {
         let to = self.plan(cx).head()?.x.first();
         let (x, _) = cx.convert(LayerName::new(&self.id), &Operand::Plain(x.clone()), &to, None)?;

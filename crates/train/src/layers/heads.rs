@@ -7,10 +7,10 @@ use crate::ledger::{Ledger, Saved};
 use nibble_core::ops::{NormRope, NormRopeBackward, Positions, RmsNorm, Rope};
 use nibble_core::{Error, Kernels, Result, Tensor};
 
-/// The norm of queries or keys before their rotation.
+/// The norm that is applied to queries or keys before RoPE.
 #[derive(Debug, Clone)]
 pub struct Heads<B: Kernels> {
-    /// A norm over each head, `[1, c]`, or over all heads together, `[1, n·c]`; `None` in a model without these norms.
+    /// The norm, which covers each head, `[1, c]`, or all heads together, `[1, n·c]`; `None` in a model without a norm of queries and keys.
     pub norm: Option<Norm<B>>,
 }
 
@@ -43,13 +43,13 @@ impl<B: Kernels> Turn<'_, B> {
 /// The rotation of heads.
 #[derive(Debug)]
 pub struct Rotation<'a, B: Kernels> {
-    /// The table of cosines and sines of [`nibble_core::ops::Rope`].
+    /// The table of cosines and sines that [`nibble_core::ops::Rope`] reads.
     pub table: &'a Tensor<B>,
     /// Positions of the tokens.
     pub positions: Positions<B>,
 }
 
-/// The activations that norm and rotation save.
+/// The activations that the norm and the RoPE rotation of heads save for the backward pass.
 #[derive(Debug)]
 pub struct HeadsSaved<B: Kernels> {
     /// The norm's input, if there is a norm.
@@ -72,7 +72,8 @@ impl<B: Kernels> HeadsSaved<B> {
 }
 
 impl<B: Kernels> Heads<B> {
-    /// The heads of x, normalized if there is a norm, and then rotated: `[t, n·c]`. With `keep`, the result is saved.
+    /// The heads of `x` after the norm (if there is a norm) and the RoPE rotation: `[t, n·c]`. If `keep` is set, the result is saved for
+    /// the backward pass.
     pub fn forward(
         &self,
         cx: &Cx<'_, B>,
@@ -90,7 +91,7 @@ impl<B: Kernels> Heads<B> {
         Ok((y, HeadsSaved { norm: Some(saved), turned }))
     }
 
-    /// The normalized and rotated heads, saved or recomputed.
+    /// The heads after norm and rotation, either saved by the forward pass or recomputed.
     pub fn turned(
         &self,
         cx: &Cx<'_, B>,
@@ -104,7 +105,7 @@ impl<B: Kernels> Heads<B> {
         }
     }
 
-    /// Returns dx, from the gradient dy of the result of [`Heads::forward`].
+    /// Computes the gradient of the input `x` of [`Heads::forward`] from `dy`, the gradient of the output.
     pub fn backward(
         &mut self,
         cx: &Cx<'_, B>,

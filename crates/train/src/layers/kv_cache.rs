@@ -5,7 +5,7 @@ use nibble_core::ops::{Attention, AttentionDecode};
 use nibble_core::{DType, Data, Error, Kernels, Result, Tensor};
 use std::ops::Range;
 
-/// Rotated keys, and values, of a sequence's tokens so far in one layer, for each key/value head.
+/// The rotated keys and the values of all tokens of a sequence so far, for each key-value head of one layer.
 #[derive(Debug)]
 pub struct KvCache<B: Kernels> {
     /// The keys `[positions, heads of keys · head_dim]`.
@@ -22,13 +22,14 @@ pub struct KvCache<B: Kernels> {
 pub(super) struct CachedHeads {
     /// Number of key/value heads.
     pub kv_heads: usize,
-    /// Number of elements of a head of queries and keys.
+    /// Number of elements of one head's query or key.
     pub head_dim: usize,
-    /// Number of elements of a head of values.
+    /// Number of elements of one head's value.
     pub value_dim: usize,
-    /// The factor of the scores.
+    /// The factor by which attention scores are multiplied.
     pub scale: f32,
-    /// The largest number of keys to which a query attends, if the layer has a sliding window. The cache stores all keys.
+    /// The largest number of keys to which a query attends; `None` if the layer has no sliding window. The cache stores the keys of all
+    /// tokens, also of those outside the window.
     pub window: Option<usize>,
 }
 
@@ -39,7 +40,7 @@ impl<B: Kernels> KvCache<B> {
         Ok(Self { k: zeros(heads.head_dim)?, v: zeros(heads.value_dim)?, heads, len: 0 })
     }
 
-    /// Empties the cache for another sequence.
+    /// Empties the cache, so that it can be used for another sequence.
     pub fn clear(&mut self) {
         self.len = 0;
     }
@@ -74,7 +75,7 @@ impl<B: Kernels> KvCache<B> {
     }
 }
 
-/// Copies `rows` of one tensor to the rows from `at` on of another tensor, which has the same type and number of columns.
+/// Copies the rows `rows` of one tensor into another tensor, from row `at` on. Both tensors have the same type and number of columns.
 pub fn copy_rows<B: Kernels>(
     b: &B,
     from: &Tensor<B>,

@@ -16,16 +16,16 @@ use nibble_core::ops::{
 };
 use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
 
-/// The norm of a latent, and the projection from the latent up to all heads.
+/// The norm of a latent vector, and the projection from the latent vector to all heads.
 #[derive(Debug, Clone)]
 pub struct LatentUp<B: Kernels> {
-    /// The norm of the latent.
+    /// The norm of the latent vector.
     pub norm: Norm<B>,
-    /// The projection to all heads.
+    /// The projection from the latent vector to all heads.
     pub up: Linear<B>,
 }
 
-/// The saved activations of a latent.
+/// The activations of [`LatentUp`] that are saved for the backward pass.
 #[derive(Debug)]
 pub struct LatentUpSaved<B: Kernels> {
     norm: NormSaved<B>,
@@ -98,26 +98,30 @@ pub struct Latent<B: Kernels> {
     pub name: String,
     /// The layer's sizes.
     pub shape: LatentShape,
-    /// The factor of the scores.
+    /// The factor by which attention scores are multiplied.
     pub scale: f32,
-    /// The projection `[p, d]` to the latent of queries, or `[h·(n + r), d]` directly to the queries.
+    /// The projection `[p, d]` to the latent vector of the queries. If queries have no latent vector, `q` is the projection directly to the
+    /// queries, `[h·(n + r), d]`.
     pub q: Linear<B>,
-    /// The projection `[h·(n + r), p]` from the latent of queries, if there is such a latent.
+    /// The projection `[h·(n + r), p]` from the latent vector of the queries; `None` if queries have no latent.
     pub q_up: Option<LatentUp<B>>,
-    /// The projection `[c, d]` to the latent of keys and values.
+    /// The projection `[c, d]` to the latent vector of keys and values.
     pub kv: Linear<B>,
-    /// The projection `[r, d]` to the key that all heads share.
+    /// The projection `[r, d]` to the rotated part of the key, which all heads share.
     pub k_rope: Linear<B>,
-    /// The projection `[h·(n + u), c]` from the latent of keys and values. For each head, the projection has n rows for the key, then u
-    /// rows for the value.
+    /// The projection `[h·(n + u), c]` from the latent vector to the keys and values of all heads. For each head, the projection's weight
+    /// has n rows for the key, followed by u rows for the value.
     pub kv_up: LatentUp<B>,
     /// The output projection, `[d, h·u]`.
     pub o: Linear<B>,
-    /// The table `[positions, r]` of [`rope_table`](super::rope_table). All layers share this table.
+    /// The table `[positions, r]` of cosines and sines from [`rope_table`](super::rope_table). All layers of the model share one table of
+    /// cosines and sines.
     pub rope: Tensor<B>,
-    /// Whether to save normalized latents in the form that their projections read, instead of recomputing them in the backward pass.
+    /// Whether the forward pass saves normalized latents in the form that their projections read. If `keep_normed` is false, the backward
+    /// pass recomputes the normalized latents.
     pub keep_normed: bool,
-    /// Whether to save queries, keys and values, instead of recomputing them from the latents.
+    /// Whether the forward pass saves queries, keys and values. If `keep_heads` is false, the backward pass recomputes queries, keys and
+    /// values from the latents.
     pub keep_heads: bool,
 }
 
@@ -157,7 +161,7 @@ impl<B: Kernels> HeadsKept<B> {
     }
 }
 
-/// Saved activations of latent attention.
+/// The activations of latent attention that are saved for the backward pass.
 #[derive(Debug)]
 pub struct LatentSaved<B: Kernels> {
     layer: String,
@@ -205,7 +209,7 @@ struct Projected<B: Kernels> {
 }
 
 impl<B: Kernels> Latent<B> {
-    /// Creates the layer with random weights; `rope` has one row per position of a sequence.
+    /// Creates the layer with random weights. The table `rope` has one row per position of a sequence.
     pub fn new(cx: &Cx<'_, B>, spec: &LatentSpec, rope: Tensor<B>) -> Result<Self> {
         let linear = |part: &Part| Linear::new(cx, part, cx.activations());
         let up = |up: &UpSpec| LatentUp::new(cx, up, spec.eps);
@@ -337,16 +341,17 @@ impl<B: Kernels> Latent<B> {
         })
     }
 
-    /// The forward pass of a sequence's next tokens, which attend to the keys and values in the cache. The call adds the tokens' own
-    /// keys and values to the cache. Several tokens at once are allowed only if the cache is empty.
+    /// Runs the forward pass of a sequence's next tokens. The tokens also attend to the keys and values in the cache. The call adds the
+    /// keys and values of the new tokens to the cache. The call may process several tokens at once only if the cache is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { heads: QueriesKeysValues { q, k, v }, .. } = self.projected(cx, x_td, cache.len())?;
         let out = cache.attended(cx, [&q, &k, &v], None)?;
         self.o.product(cx, &self.o.input(cx, &out)?.0)
     }
 
-    /// A cache of each head's keys and values: h·(n + r + u) values per token. A cache of the latent and the shared key would take only c +
-    /// r values per token, but would have to be projected up again for every generated token.
+    /// A cache of the keys and values of every head, with h·(n + r + u) values per token. A cache of the latent vectors and the shared key
+    /// would need only c + r values per token. With such a smaller cache, every generated token would have to project all cached latent
+    /// vectors to keys and values again.
     pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
         let LatentShape { heads: kv_heads, value_dim, window, .. } = self.shape;
         let (head_dim, scale) = (self.shape.head_dim(), self.scale);

@@ -51,12 +51,12 @@ impl Progress {
 
 /// The folders in which a cache is built.
 pub(super) struct Making<'a> {
-    /// Folder of the unfinished cache.
+    /// Folder in which the cache is built.
     pub dir: &'a Path,
-    /// Folder of the finished cache.
+    /// Folder to which the cache is moved when it is complete.
     pub place: &'a Path,
     pub key: &'a str,
-    /// Whether a complete cache already exists at that place.
+    /// Whether a complete cache already exists in the folder `place`.
     pub is_there: &'a dyn Fn() -> Result<bool>,
 }
 

@@ -32,10 +32,10 @@ impl Eq for Chat {}
 const DAY: Duration = Duration::from_secs(1_721_952_000);
 
 impl Chat {
-    /// The template for `data.messages_key`; `None` if this key is not set.
+    /// The chat template for `data.messages_key`; `None` if this key is not set.
     ///
     /// # Errors
-    /// [`Error::Config`] if the tokenizer has no chat template; [`Error::Tokenizer`] if the template cannot be read.
+    /// Returns [`Error::Config`] if the tokenizer has no chat template, and [`Error::Tokenizer`] if the template cannot be read.
     pub fn of(config: &DataConfig, tokenizer: Option<&SharedTokenizer>) -> Result<Option<Self>> {
         let key = config.messages_key.clone();
         if key.is_empty() {
@@ -52,8 +52,8 @@ impl Chat {
         Ok(Some(Self { key, written: template.source().to_owned(), template: Arc::new(template) }))
     }
 
-    /// The documents of a row, or the reason why the row has none. A row has several documents if the template changes earlier answers in
-    /// the course of the conversation.
+    /// The documents that the chat template renders from a row. The error is the reason why the row has no document. A row has several
+    /// documents if the template renders earlier answers differently later in the conversation.
     pub fn documents(&self, row: &[u8]) -> Result<Vec<Piece>, String> {
         let row = std::str::from_utf8(row).map_err(|e| {
             format!("is no UTF-8 (byte {} of it is none), expected JSON", e.valid_up_to() + 1)
@@ -86,13 +86,13 @@ impl Chat {
         format!("\"{}\" has no answer: {why}", self.key)
     }
 
-    /// Starts the template's work budget for a file.
+    /// Resets the limit on the template's work (its work budget) for a new file.
     pub fn begin_file(&self) {
         self.template.begin_file();
     }
 
-    /// Whether the template's work budget for this file is used up. No single row uses up the budget, so a spent budget is an error of the
-    /// file and no row is left out.
+    /// Whether the template has used up its work budget for this file. No single row can use up the budget. A used-up budget is therefore
+    /// an error of the file, and no row is left out.
     pub fn is_spent(&self) -> bool {
         self.template.is_spent()
     }

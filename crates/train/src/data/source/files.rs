@@ -23,13 +23,13 @@ const MOST_PIPED: u64 = 1 << 38;
 /// A data file.
 #[derive(Debug, Clone)]
 pub(in crate::data) struct DataFile {
-    /// The file's path, as shown in messages.
+    /// The file's path, as shown in messages to the user.
     pub path: PathBuf,
-    /// The file's first bytes, decompressed.
+    /// The file's first bytes, after decompression.
     pub head: Vec<u8>,
     /// The file's compression.
     pub packing: Option<Packing>,
-    /// The file's size on the disk.
+    /// The file's size on the disk, before decompression.
     pub size: u64,
     /// Counter of the bytes read. The reporter of the progress shares this counter.
     read: Arc<AtomicU64>,
@@ -41,7 +41,7 @@ impl DataFile {
     /// Opens a file and reads the file's first bytes.
     ///
     /// # Errors
-    /// [`Error::Data`] for a file that cannot be read, or whose compressed data is damaged.
+    /// Returns [`Error::Data`] for a file that cannot be read, or whose compressed data is damaged.
     pub fn open(path: &Path, asked: &Asked, read: &Arc<AtomicU64>) -> Result<Self> {
         let unread =
             |e: io::Error| Error::data(path, format!("cannot be read: {e}{}", where_to_get(path, &e)));
@@ -81,7 +81,7 @@ impl DataFile {
     /// A reader of the file's decompressed bytes.
     ///
     /// # Errors
-    /// [`Error::Data`] if the file cannot be opened.
+    /// Returns [`Error::Data`] if the file cannot be opened.
     pub fn reader(&self) -> Result<Box<dyn BufRead + Send>> {
         let raw = self.raw()?;
         Ok(match self.packing {
@@ -101,40 +101,41 @@ impl DataFile {
         Ok(Box::new(BufReader::with_capacity(BUFFER_BYTES, counted)))
     }
 
-    /// Opens the file again, for kinds that need random access.
+    /// Opens the file again, for file formats that need random access.
     ///
     /// # Errors
-    /// [`Error::Data`] if the file cannot be opened.
+    /// Returns [`Error::Data`] if the file cannot be opened.
     pub fn file(&self) -> Result<File> {
         files::open_to_read(&self.path).map_err(|e| Error::data(&self.path, format!("cannot be read: {e}")))
     }
 
-    /// Whether this is an uncompressed file, which allows random access.
+    /// Whether the data are in an uncompressed file, which allows random access.
     pub fn is_plain(&self) -> bool {
         self.packing.is_none() && self.held.is_none()
     }
 
-    /// Whether the data came through a pipe and is in memory.
+    /// Whether the data came through a pipe and are in memory.
     pub fn is_piped(&self) -> bool {
         self.held.is_some()
     }
 
-    /// All bytes of the data, if the data came through a pipe.
+    /// All bytes of the data, if the data came through a pipe; otherwise `None`.
     pub fn held(&self) -> Option<&Arc<[u8]>> {
         self.held.as_ref()
     }
 
-    /// Adds to the number of bytes read, for kinds that do not read the file sequentially.
+    /// Adds `bytes` to the number of bytes read so far. File formats with random access call this function to report their progress.
     pub fn tell_read(&self, bytes: u64) {
         self.read.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Whether the file's name has one of these endings. The case is ignored, and so is the additional ending of a compressed file.
+    /// Whether the file's name has one of the extensions in `endings`. The comparison ignores case, and ignores the extension of a
+    /// compression such as gzip.
     pub fn is_named(&self, endings: &[&str]) -> bool {
         is_named(&self.path, endings)
     }
 
-    /// The error of a file whose data ends or becomes unreadable during reading.
+    /// The error for a file whose data ends too early or becomes unreadable.
     pub fn broken(&self, error: &io::Error) -> Error {
         let why = match self.packing {
             None => format!("cannot be read: {error}"),

@@ -106,15 +106,15 @@ pub(in crate::data) struct Index {
 }
 
 impl Index {
-    /// Opens an index. The index's parts are checked for consistency when they are read.
+    /// Opens an index. Each part of the index is checked for consistency when it is read.
     ///
     /// # Errors
-    /// [`Error::Data`] for a file that is no index, has another version, or has another length than its header implies.
+    /// Returns [`Error::Data`] for a file that is no index, has another version, or has another length than its header implies.
     pub fn open(path: &Path) -> Result<Self> {
         Self::of(Region::open(path)?, path)
     }
 
-    /// Interprets these bytes as an index.
+    /// Parses these bytes as a Megatron index.
     ///
     /// # Errors
     /// The errors of [`Index::open`].
@@ -161,10 +161,10 @@ impl Index {
         self.bytes.u64_at(HEADER_BYTES + 12 * self.sequences as usize + 8 * document as usize)
     }
 
-    /// The sequences of a document.
+    /// The numbers of the sequences that form document `number`.
     ///
     /// # Errors
-    /// [`Error::Data`] if the range is invalid.
+    /// Returns [`Error::Data`] if the range is invalid.
     pub fn document(&self, number: u64) -> Result<std::ops::Range<u64>> {
         let (first, end) = (self.first_sequence(number)?, self.first_sequence(number + 1)?);
         if first > end || end > self.sequences {
@@ -178,10 +178,10 @@ impl Index {
         Ok(first..end)
     }
 
-    /// The number of ids of a sequence that begins at byte `place`.
+    /// The number of token ids of sequence `sequence`, which begins at byte `place`.
     ///
     /// # Errors
-    /// [`Error::Data`] if the length is negative, or if the index contains another offset than `place`.
+    /// Returns [`Error::Data`] if the length is negative, or if the index contains another offset than `place`.
     pub fn length(&self, sequence: u64, place: u64) -> Result<u64> {
         let at = HEADER_BYTES + 4 * sequence as usize;
         let length = i32::from_le_bytes(self.bytes.number(at)?);

@@ -71,15 +71,15 @@ pub(super) trait Source: Sync {
 /// Settings for reading files.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Asked {
-    /// Whether files are read as plain bytes.
+    /// Whether files are read as plain bytes, whatever their format.
     pub bytes: bool,
-    /// The key or column that contains the texts.
+    /// The key or column that contains the text of a document.
     pub text_key: String,
-    /// The keys of prompt and answer, which replace `text_key` if they are set.
+    /// The keys of prompt and answer. If the two keys are set, they replace `text_key`.
     pub pair: Option<[String; 2]>,
-    /// The key and template of conversations, which replace `text_key` and `pair` if they are set.
+    /// The key and the chat template of conversations. If conversations are read, the key of conversations replaces `text_key` and `pair`.
     pub chat: Option<Chat>,
-    /// The id that ends a document in files of ids.
+    /// The token id that ends a document in files of token ids.
     pub end: Option<u32>,
 }
 
@@ -133,10 +133,11 @@ pub(super) trait Pieces: Send {
 /// A row of a file.
 #[derive(Debug)]
 pub(super) struct Row {
-    /// The row's number in the file's unit, counted from 1. For a piece of a longer document, this is the number of the piece's first
-    /// byte or token.
+    /// The row's number in the file, counted from 1 in the file format's unit, such as lines. For a piece of a longer document, `number` is
+    /// the number of the piece's first byte or token.
     pub number: u64,
-    /// The row's piece, or the reason why the row cannot be read. Later rows can still be read.
+    /// The text or token ids of the row, or the reason why the row cannot be read. If a row cannot be read, later rows of the file can
+    /// still be read.
     pub holds: Result<Piece, String>,
 }
 

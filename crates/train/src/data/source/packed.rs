@@ -26,7 +26,7 @@ const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 const SKIPPED_MAGIC: [u8; 3] = [0x2a, 0x4d, 0x18];
 
 impl Packing {
-    /// The compression of a file, according to its first four bytes; `None` for an uncompressed file.
+    /// The compression format that the file's first four bytes indicate; `None` for an uncompressed file.
     pub fn of(start: &[u8]) -> Option<Self> {
         if start.starts_with(&GZIP_MAGIC) {
             return Some(Self::Gzip);
@@ -36,7 +36,7 @@ impl Packing {
         (start.starts_with(&ZSTD_MAGIC) || is_skipped).then_some(Self::Zstd)
     }
 
-    /// The name of the compression.
+    /// The name of the compression format.
     pub fn name(self) -> &'static str {
         match self {
             Self::Gzip => "gzip",
@@ -44,7 +44,7 @@ impl Packing {
         }
     }
 
-    /// Whether a file with this compression is decompressed even under `data.bytes`.
+    /// Whether files of this compression format are decompressed even under `data.bytes`.
     pub fn is_always(self) -> bool {
         self == Self::Gzip
     }

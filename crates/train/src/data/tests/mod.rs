@@ -18,9 +18,9 @@ pub(super) type Written = (&'static str, Vec<u8>);
 /// A kind of file, and a writer for this kind.
 pub(super) struct Kind {
     pub name: &'static str,
-    /// Returns the written files. A test reads the first file.
+    /// Returns the written files. The test reads the first of the returned files.
     pub write: fn(&[String]) -> Vec<Written>,
-    /// Whether the format separates documents.
+    /// Whether the file format marks the boundaries of documents.
     pub has_documents: bool,
 }
 

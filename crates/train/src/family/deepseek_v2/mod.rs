@@ -10,7 +10,7 @@ use crate::spec::ModelSpec;
 use nibble_core::shortened;
 use serde_json::{Map, Value};
 
-/// DeepSeek-V2, and V2-Lite, in which queries have no latent.
+/// The models DeepSeek-V2 and DeepSeek-V2-Lite. In V2-Lite, queries have no latent.
 #[derive(Debug, Clone, Copy)]
 pub struct DeepseekV2;
 

@@ -8,7 +8,7 @@ use crate::error::Result;
 use nibble_core::shortened;
 use serde_json::{Map, Value};
 
-/// The family of models that no other family supports. This family supports every model.
+/// The family of models that no other family in Nibble supports. The family `Nibble` supports every model.
 #[derive(Debug, Clone, Copy)]
 pub struct Nibble;
 

@@ -7,7 +7,7 @@ use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
 use serde_json::{Map, Value};
 
-/// The dense models of Qwen3.
+/// The dense models of Qwen3, which have no experts.
 #[derive(Debug, Clone, Copy)]
 pub struct Qwen3;
 
