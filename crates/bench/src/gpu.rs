@@ -76,7 +76,7 @@ pub fn put_sustained(object: &mut Value, name: &str, s: &Sustained) {
 /// The items whose names contain an element of `only`, ignoring case; all items if `only` is empty.
 ///
 /// # Errors
-/// If no name matches; the error lists the names.
+/// Returns an error if no name matches, and the error lists the names.
 pub fn wanted<T>(mut all: Vec<T>, only: &[String], name: impl Fn(&T) -> String) -> Result<Vec<T>> {
     let parts: Vec<String> = only.iter().map(|part| part.to_lowercase()).collect();
     let names: Vec<String> = all.iter().map(&name).collect();

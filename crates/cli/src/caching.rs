@@ -72,7 +72,7 @@ impl Drop for ReadingBar {
 /// Builds the token caches that a configuration's data need; a signal stops the work.
 ///
 /// # Errors
-/// If data cannot be read.
+/// Returns an error if data cannot be read.
 pub fn make(config: &Config, stop: Option<&'static AtomicUsize>) -> Result<Vec<Given>> {
     let what = format!("reading {}", config.data.described());
     Ok(Dataset::prepare(config, &mut ReadingBar::new(what, stop))?)
@@ -81,7 +81,7 @@ pub fn make(config: &Config, stop: Option<&'static AtomicUsize>) -> Result<Vec<G
 /// Calls [`make`] for a run. Also prints the share of each source, if there is more to print than the source's name.
 ///
 /// # Errors
-/// The errors of [`make`].
+/// Returns the errors of [`make`].
 pub fn prepare(config: &Config, stop: Option<&'static AtomicUsize>) -> Result<()> {
     let given = make(config, stop)?;
     if joined::is_first() {

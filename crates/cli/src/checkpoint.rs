@@ -25,7 +25,7 @@ impl Trained {
     /// Opens a folder with a model, a checkpoint's directory, or the newest whole checkpoint of a run's directory.
     ///
     /// # Errors
-    /// If the path has no model.
+    /// Returns an error if the path has no model.
     pub fn open(path: &Path) -> Result<Self> {
         match is_folder(path) {
             true => Ok(Self::Folder(Box::new(Pretrained::open(path)?))),
@@ -44,7 +44,7 @@ impl Trained {
     /// Overrides with which text is encoded by a folder's own tokenizer; empty for a checkpoint.
     ///
     /// # Errors
-    /// If the folder has no readable tokenizer.
+    /// Returns an error if the folder has no readable tokenizer.
     pub fn tokens(&self) -> Result<Vec<String>> {
         let Self::Folder(folder) = self else { return Ok(Vec::new()) };
         match folder.tokenizer()? {
@@ -136,7 +136,7 @@ fn of_folder(folder: &Pretrained, overrides: &[String]) -> Result<Config> {
 /// with a warning.
 ///
 /// # Errors
-/// If the path has no complete checkpoint.
+/// Returns an error if the path has no complete checkpoint.
 pub fn open(path: &Path) -> Result<Checkpoint> {
     if !path.exists() {
         return Err(Error::usage(format!("{}: no such run or checkpoint", path.display())));

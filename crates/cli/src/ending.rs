@@ -3,7 +3,7 @@
 /// From now on, SIGINT, SIGTERM and SIGHUP first remove this process's unfinished files, and then have their default effect.
 ///
 /// # Errors
-/// If the system refuses a handler or a thread.
+/// Returns an error if the system refuses a handler or a thread.
 #[cfg(unix)]
 pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};

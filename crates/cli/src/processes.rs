@@ -34,7 +34,7 @@ impl Process {
     /// Appends the process's line to the file of the run in this directory.
     ///
     /// # Errors
-    /// The error of the system.
+    /// Returns the error of the operating system.
     pub fn note(&self, dir: &Path) -> std::io::Result<()> {
         let Self { began, step, device, processor, version } = self;
         let line = json!({ "began": began, "step": step, "device": device, "processor": processor, "version": version });

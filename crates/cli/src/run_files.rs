@@ -35,7 +35,7 @@ impl RunFiles {
     /// Reads the run in a directory. Problems in its files are also printed as warnings on standard error.
     ///
     /// # Errors
-    /// If the directory has no run, or the run has done no step.
+    /// Returns an error if the directory has no run, or the run has done no step.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(METRICS_FILE);
         if !path.exists() {
@@ -59,7 +59,7 @@ impl RunFiles {
     /// The run's loss curves, titled `title`.
     ///
     /// # Errors
-    /// If the run has no loss yet.
+    /// Returns an error if the run has no loss yet.
     pub fn curve(&self, title: &str) -> Result<LossCurve> {
         let is_synthetic = self.config.is_synthetic();
         let entropy = if is_synthetic { Dataset::of(&self.config)?.entropy() } else { None };

@@ -20,7 +20,7 @@ impl Signals {
     /// Installs the handlers.
     ///
     /// # Errors
-    /// If the system refuses a handler.
+    /// Returns an error if the system refuses a handler.
     pub fn wait_for_steps() -> nibble_command::error::Result<Self> {
         Ok(Self {
             #[cfg(unix)]

@@ -44,7 +44,7 @@ pub fn keep(written: std::io::Result<()>) {
 /// Checks that every line was written. A closed pipe (`nibble recipe | head -1`) is not an error.
 ///
 /// # Errors
-/// The error of the system, for example on a full disk.
+/// Returns the error of the operating system, for example on a full disk.
 pub fn require_said() -> Result<()> {
     match LOST.get() {
         Some(error) if error.kind() != ErrorKind::BrokenPipe => {

@@ -106,7 +106,7 @@ impl Env {
     /// Reads the variables.
     ///
     /// # Errors
-    /// An error for an invalid value, or for an instruction set that this machine lacks.
+    /// Returns an error for an invalid value, or for an instruction set that this machine lacks.
     pub fn read() -> Result<Self> {
         let threads = match std::env::var(THREADS) {
             Err(_) => 0,
@@ -165,7 +165,7 @@ pub fn var(name: &str) -> Option<String> {
 /// Refuses Nibble's text variables that are not UTF-8; the error names the first of them.
 ///
 /// # Errors
-/// [`Error::Usage`] that names the variable.
+/// Returns [`Error::Usage`] that names the variable.
 pub fn require_text() -> Result<()> {
     let own = VARIABLES.iter().map(|(name, _)| *name).filter(|name| !IN_ANY_BYTES.contains(name));
     require_text_of(own)
@@ -174,7 +174,7 @@ pub fn require_text() -> Result<()> {
 /// Refuses variables among `names` that are not UTF-8; the error names the first of them.
 ///
 /// # Errors
-/// [`Error::Usage`] that names the variable.
+/// Returns [`Error::Usage`] that names the variable.
 pub(crate) fn require_text_of(names: impl IntoIterator<Item = &'static str>) -> Result<()> {
     let is_no_text = |name: &&str| matches!(std::env::var(name), Err(std::env::VarError::NotUnicode(_)));
     match names.into_iter().find(is_no_text) {
@@ -213,7 +213,7 @@ pub fn shown(name: &str) -> String {
 /// debug assertions have no faults.
 ///
 /// # Errors
-/// An error for an unknown fault.
+/// Returns an error for an unknown fault.
 #[cfg(debug_assertions)]
 pub fn arm_faults(rank: usize) -> Result<()> {
     use nibble_train::fault;

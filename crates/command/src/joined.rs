@@ -49,7 +49,7 @@ impl RendezvousArg {
     /// Determines whether this process is one rank of several. This method must be called before any other function of this module.
     ///
     /// # Errors
-    /// [`Error::Usage`] for inconsistent environment variables, and for ranks without a secret.
+    /// Returns [`Error::Usage`] for inconsistent environment variables, and for ranks without a secret.
     pub fn begin(&self) -> Result<Option<&'static Process>> {
         launcher_is_there();
         env::require_text_of(launched::variables())?;
@@ -96,7 +96,7 @@ impl Process {
     /// The launcher's number of ranks, as an override.
     ///
     /// # Errors
-    /// [`Error::Usage`] if one of these overrides sets another number.
+    /// Returns [`Error::Usage`] if one of these overrides sets another number.
     pub fn ranks(&self, overrides: &[String]) -> Result<String> {
         let Launched { launcher, world, .. } = self.launched;
         let is_other = |asked: &str| asked.trim().parse() != Ok(world);
@@ -156,7 +156,7 @@ impl Process {
     /// compared where they are needed.
     ///
     /// # Errors
-    /// The error that ends the run, from any rank; [`Error::Told`] if another process prints the error.
+    /// Returns the error that ends the run, from any rank, and [`Error::Told`] if another process prints the error.
     pub fn run<T>(
         &'static self,
         run: &RunConfig,

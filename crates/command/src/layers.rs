@@ -26,7 +26,7 @@ pub fn of_kind(kind: LayerKind) -> Option<Layer> {
 /// steps).
 ///
 /// # Errors
-/// If the environment's settings for the CPU are invalid; also the errors of the layer.
+/// Returns an error if the environment's settings for the CPU are invalid; also the errors of the layer.
 pub fn changes(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<Change>> {
     let env = Env::read()?;
     let recorder = Recorder::eager(env.cpu(env.threads(0))?);

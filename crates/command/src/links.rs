@@ -113,7 +113,7 @@ pub struct Links {
 /// a GPU for two messages; on a CPU, it needs 2 MiB per rank and the communicator's copies.
 ///
 /// # Errors
-/// The errors of the device and of other ranks.
+/// Returns the errors of the device and of other ranks.
 pub fn measure<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Links> {
     let (me, ranks) = (comm.rank(), comm.world());
     let ends = introduced(b, comm)?;
@@ -167,7 +167,7 @@ pub fn measure<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Links> {
 /// link.
 ///
 /// # Errors
-/// The errors of the device and of other ranks.
+/// Returns the errors of the device and of other ranks.
 pub fn check<B: Device>(on: &On<'_, B>) -> Result<()> {
     let ranks = on.mesh.all.world();
     if ranks < 2 {

@@ -186,7 +186,7 @@ impl RankSide {
     /// Handles a frame from the hub.
     ///
     /// # Errors
-    /// If the frame is not a valid message; the rank then considers the hub lost.
+    /// Returns an error if the frame is not a valid message; the rank then considers the hub lost.
     pub fn hear(&mut self, frame: &[u8]) -> Result<(), String> {
         let tell = self.0.hear(Bytes::copy_from_slice(frame));
         let ears = self.0.ears();

@@ -26,7 +26,7 @@ impl Secret {
     /// A new secret of 32 random bytes.
     ///
     /// # Errors
-    /// If the system provides no random bytes.
+    /// Returns an error if the system provides no random bytes.
     pub fn random() -> Result<Self> {
         let text: String = nonce()?.iter().map(|byte| format!("{byte:02x}")).collect();
         Ok(Self(text.into_bytes()))
@@ -35,7 +35,7 @@ impl Secret {
     /// A secret from the text of a file or an environment variable; surrounding white space is ignored.
     ///
     /// # Errors
-    /// If the text has fewer than 16 bytes.
+    /// Returns an error if the text has fewer than 16 bytes.
     pub fn from_text(text: &str) -> Result<Self> {
         let text = text.trim();
         match text.len() < LEAST {

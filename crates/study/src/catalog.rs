@@ -15,13 +15,13 @@ pub trait Catalog {
     /// The text of the recipe with this name, or in this file.
     ///
     /// # Errors
-    /// The reason why the recipe does not exist or cannot be read.
+    /// Returns the reason why the recipe does not exist or cannot be read.
     fn recipe(&self, name: &str) -> Result<String, String>;
 
     /// The configuration with this name, or in this file, changed by these settings (`key=value`).
     ///
     /// # Errors
-    /// The reason why the configuration does not exist, or cannot be used with these settings.
+    /// Returns the reason why the configuration does not exist, or cannot be used with these settings.
     fn config(&self, name: &str, set: &[String]) -> Result<Settled, String>;
 
     /// The names of built-in recipes; errors suggest the most similar name.

@@ -54,7 +54,7 @@ impl Redraws {
     /// Adds a redraw. Later redraws must have the tensors of the first redraw.
     ///
     /// # Errors
-    /// The name of a tensor that is missing from this redraw, or has another length.
+    /// Returns the name of a tensor that is missing from this redraw, or has another length.
     pub fn add(&mut self, gradients: &[Gradient<'_>]) -> Result<(), String> {
         if self.count == 0 {
             let sums = |&(name, values): &Gradient<'_>| Sums {
@@ -85,7 +85,7 @@ impl Redraws {
     /// Bias and variance of every tensor, then of all tensors together, relative to a reference's gradient.
     ///
     /// # Errors
-    /// The name of a tensor that is missing from the reference or has another length; also an error if there is no redraw.
+    /// Returns the name of a tensor that is missing from the reference or has another length; also returns an error if there is no redraw.
     pub fn decompose(&self, reference: &[Gradient<'_>]) -> Result<Vec<Decomposition>, String> {
         if self.count == 0 {
             return Err("there is no redraw".into());

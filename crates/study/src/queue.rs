@@ -70,7 +70,7 @@ impl Claim {
     /// Writes the cell's row and releases the cell.
     ///
     /// # Errors
-    /// [`Error::Row`] for a row of another cell, and the errors of [`write_row`]. On an error, the cell is released without a row.
+    /// Returns [`Error::Row`] for a row of another cell, and the errors of [`write_row`]. On an error, the cell is released without a row.
     pub fn finish(self, row: &Row) -> Result<PathBuf> {
         if row.cell != self.cell.id {
             return Err(Error::row(&row.cell, format!("is given as that of {}", self.cell.id)));
@@ -91,7 +91,7 @@ impl Queue {
     /// on its own host.
     ///
     /// # Errors
-    /// [`Error::Io`] if the folder cannot be created.
+    /// Returns [`Error::Io`] if the folder cannot be created.
     pub fn open(dir: &Path, cells: Vec<Cell>, host: &str) -> Result<Self> {
         let folder = rows_dir(dir);
         fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
@@ -108,7 +108,7 @@ impl Queue {
     /// from those of a run that has the device to itself.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// Returns [`Error::Io`] if a call of the operating system fails.
     pub fn shares_device(&self, own: &Claim) -> Result<bool> {
         let me = Holder::this(&self.host, &self.device);
         for cell in self.cells.iter().filter(|cell| cell.id != own.cell.id) {
@@ -134,7 +134,7 @@ impl Queue {
     /// Claims the first cell that has no row, that no process runs, and whose trunk is finished.
     ///
     /// # Errors
-    /// [`Error::Io`] for file errors; [`Error::Row`] for a damaged row of a trunk.
+    /// Returns [`Error::Io`] for file errors, and [`Error::Row`] for a damaged row of a trunk.
     pub fn next(&self) -> Result<Next> {
         let guard = self.guard()?;
         let (mut running, mut blocked, mut branches) = (Vec::new(), Vec::new(), 0);
@@ -165,7 +165,7 @@ impl Queue {
     /// process runs the cell.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// Returns [`Error::Io`] if a call of the operating system fails.
     pub fn claim(&self, cell: &Cell) -> Result<Option<Claim>> {
         let guard = self.guard()?;
         Ok(self.take(cell, guard.is_some())?.ok())
@@ -185,7 +185,7 @@ impl Queue {
     /// Removes rows of failed runs, so that these are run again, and returns their cells' ids. Rows of diverged runs stay, because they are results.
     ///
     /// # Errors
-    /// [`Error::Io`] for file errors, and [`Error::Row`] for damaged rows.
+    /// Returns [`Error::Io`] for file errors, and [`Error::Row`] for damaged rows.
     pub fn forget_failed(&self) -> Result<Vec<String>> {
         let _guard = self.guard()?;
         let mut forgotten = Vec::new();

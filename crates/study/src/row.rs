@@ -117,7 +117,7 @@ impl Row {
     /// Checks that the row can be written, read again and compared.
     ///
     /// # Errors
-    /// The key with a wrong value, and what is wrong.
+    /// Returns the key with a wrong value, and what is wrong.
     pub fn check(&self) -> Result<(), String> {
         let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
         if self.cell.is_empty() || self.cell.starts_with('.') || !self.cell.chars().all(plain) {

@@ -32,7 +32,7 @@ impl Rows {
     /// Sorts these rows by cell; rows that belong to no cell are stale. The order of `rows` does not matter.
     ///
     /// # Errors
-    /// [`Error::Row`] for a damaged row, or if two rows belong to one cell.
+    /// Returns [`Error::Row`] for a damaged row, or if two rows belong to one cell.
     pub fn of(cells: &[Cell], rows: impl IntoIterator<Item = Row>) -> Result<Self> {
         let mut all = Self::default();
         for row in rows {
@@ -50,7 +50,7 @@ impl Rows {
     /// Reads `dir/rows`. If the folder does not exist, there are no rows. Files that are being written, and marks of running cells, are skipped.
     ///
     /// # Errors
-    /// [`Error::Io`] and [`Error::Row`], which name the file.
+    /// Returns [`Error::Io`] or [`Error::Row`]; both name the file.
     pub fn read(dir: &Path, cells: &[Cell]) -> Result<Self> {
         let folder = rows_dir(dir);
         let mut all = Self::default();
@@ -134,7 +134,7 @@ fn id_of(file: &Path) -> Option<&str> {
 /// Reads one row.
 ///
 /// # Errors
-/// [`Error::Io`] and [`Error::Row`], which name the file.
+/// Returns [`Error::Io`] or [`Error::Row`]; both name the file.
 pub fn read_row(file: &Path) -> Result<Row> {
     let mut text = String::new();
     let opened = File::open(file).map_err(Error::io(file))?;
@@ -153,7 +153,7 @@ pub fn read_row(file: &Path) -> Result<Row> {
 /// Writes a row, [`Row::rounded`], to `dir/rows/ID.json` atomically: first to a temporary file, which is then renamed. The new row replaces an existing row of the same cell.
 ///
 /// # Errors
-/// [`Error::Row`] for a row that could not be read back; [`Error::Io`] for file errors.
+/// Returns [`Error::Row`] for a row that could not be read back, and [`Error::Io`] for file errors.
 pub fn write_row(dir: &Path, row: &Row) -> Result<PathBuf> {
     static TURN: AtomicU64 = AtomicU64::new(0);
     let file = row_file(dir, &row.cell);

@@ -120,7 +120,7 @@ fn compare<T: Bits>(
 /// Compares bits; all NaNs are equal.
 ///
 /// # Errors
-/// A [`Mismatch`] that describes the difference.
+/// Returns a [`Mismatch`] that describes the difference.
 pub fn compare_bits<T: Bits>(got: &[T], want: &[T]) -> Result<(), Mismatch> {
     compare(got, want, "same bits", T::same)
 }
@@ -139,7 +139,7 @@ pub fn rel_l2(got: &[f32], want: &[f32]) -> f64 {
 /// Compares by relative L2 error. NaNs and infinities must be at the expected positions.
 ///
 /// # Errors
-/// A [`Mismatch`] that describes the difference.
+/// Returns a [`Mismatch`] that describes the difference.
 pub fn compare_rel_l2(got: &[f32], want: &[f32], max: f64) -> Result<(), Mismatch> {
     compare(got, want, "finite where finite is expected", |a, b| {
         if a.is_finite() && b.is_finite() { true } else { a.same(b) }
@@ -161,7 +161,7 @@ pub fn compare_rel_l2(got: &[f32], want: &[f32], max: f64) -> Result<(), Mismatc
 /// Compares two outputs with the tolerance that an operation declares.
 ///
 /// # Errors
-/// A [`Mismatch`] that describes the difference.
+/// Returns a [`Mismatch`] that describes the difference.
 pub fn compare_agreement(agreement: Agreement, got: &[f32], want: &[f32]) -> Result<(), Mismatch> {
     match agreement {
         Agreement::Bitwise => compare_bits(got, want),

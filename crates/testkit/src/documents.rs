@@ -43,7 +43,7 @@ impl Documents {
     /// Positions of rows in these documents, where `first` is the position of each sequence's first row.
     ///
     /// # Errors
-    /// The error of the backend.
+    /// Returns the error of the backend.
     pub fn positions<B: Backend>(
         of: Option<Self>,
         b: &B,

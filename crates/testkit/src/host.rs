@@ -162,7 +162,7 @@ impl HostBlock {
     /// Uploads the tensor.
     ///
     /// # Errors
-    /// The error of the backend.
+    /// Returns the error of the backend.
     pub fn upload<B: Backend>(&self, b: &B) -> Result<BlockScaled<B>> {
         Ok(BlockScaled {
             format: self.format,

@@ -199,7 +199,7 @@ impl RaggedRows {
     /// Uploads the groups.
     ///
     /// # Errors
-    /// The error of the backend.
+    /// Returns the error of the backend.
     pub fn upload<B: Backend>(&self, b: &B) -> Result<Groups<B>> {
         Ok(Groups {
             start: b.upload(&self.start)?,

@@ -58,7 +58,7 @@ impl Hiding {
     /// Uploads the lists of `first_key` and `end_query`.
     ///
     /// # Errors
-    /// The error of the backend.
+    /// Returns the error of the backend.
     pub fn upload<B: Backend>(&self, b: &B, sequences: usize, seq_len: usize) -> Result<Windows<B>> {
         let [first_key, end_query] = self.lists(sequences, seq_len);
         let most_keys = self.window.unwrap_or(seq_len).min(seq_len);

@@ -57,7 +57,7 @@ impl SiteList {
 /// All sites that a run counts, in the order of a step. Sites that appear only with later precisions of the run come last.
 ///
 /// # Errors
-/// The errors of [`sites`]; [`Error::Shape`] if a tensor would have different histories in a run.
+/// Returns the errors of [`sites`], and [`Error::Shape`] if a tensor would have different histories in a run.
 pub fn sites_of_run(config: &Config, plans: &LayerPlans) -> Result<Vec<PlannedSite>> {
     let (spec, steps) = (ModelSpec::new(&config.model), config.train.steps);
     let passes = |layer| passes_of(config, layer);
@@ -79,7 +79,8 @@ fn passes_of(config: &Config, layer: usize) -> Passes {
 /// those of the experts of each decoder layer.
 ///
 /// # Errors
-/// [`Error::Defect`] if a part of `spec` has the wrong kind for its place; [`Error::Shape`] if a tensor would have different histories.
+/// Returns [`Error::Defect`] if a part of `spec` has the wrong kind for its place, and [`Error::Shape`] if a tensor would have different
+/// histories.
 pub fn sites(
     spec: &ModelSpec,
     plans: &LayerPlans,

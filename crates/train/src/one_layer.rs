@@ -34,7 +34,7 @@ impl OneLayer<'_> {
     /// gradient of the layer's output. The head has only one pass, because it computes its gradients together with its losses.
     ///
     /// # Errors
-    /// Errors of the backend; an error if the backend does not support the recipe.
+    /// Passes on errors of the backend, and returns an error if the backend does not support the recipe.
     pub fn run<B: Kernels>(&self, b: &B, begin: &mut dyn FnMut(Pass, &'static str, u64)) -> Result<()> {
         let Self { recipe, layer, progress } = *self;
         let shards = Shards::new(b, 2, SHARD, 0)?;
@@ -97,7 +97,7 @@ impl OneLayer<'_> {
     /// The GEMMs of the layer on a GPU, in the order of a step, without duplicates.
     ///
     /// # Errors
-    /// The errors of [`OneLayer::run`].
+    /// Returns the errors of [`OneLayer::run`].
     pub fn products(&self) -> Result<Vec<LayerProduct>> {
         let (dry, kind) = (Dry::new(DeviceKind::Gpu), self.layer.kind);
         let mut forward = usize::MAX;

@@ -83,7 +83,7 @@ impl<B: Kernels> OptimizerState<B> {
 /// rounded to F32. The rounded sums are added in canonical order, so the norm is the same on every rank and for any number of ranks.
 ///
 /// # Errors
-/// Errors of the backend and of other ranks. Values that are not finite are no error of this call; the report flags such values.
+/// Passes on errors of the backend and of other ranks. Values that are not finite are no error of this call; the report flags such values.
 pub fn step<B: Kernels>(
     cx: &mut Cx<'_, B>,
     params: Vec<&mut Param<B>>,

@@ -52,8 +52,8 @@ impl Pretrained {
     /// the head and the embedding differ, the model keeps both, as in `transformers`.
     ///
     /// # Errors
-    /// [`Error::Io`] if there is no `config.json`; [`Error::Config`] naming an unsupported value; [`Error::Checkpoint`] for a head that
-    /// cannot be read.
+    /// Returns [`Error::Io`] if there is no `config.json`, [`Error::Config`] naming an unsupported value, and [`Error::Checkpoint`] for a
+    /// head that cannot be read.
     pub fn open(path: &Path) -> Result<Self> {
         let mut json = ConfigJson::open(&path.join(CONFIG))?;
         let (family, mut model) = family::read(&mut json)?;
@@ -87,7 +87,7 @@ impl Pretrained {
     /// The model's tensors, which are read on demand: the tensors of `model.safetensors.index.json`, or of `model.safetensors`.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] for a file that is missing or damaged.
+    /// Returns [`Error::Checkpoint`] for a file that is missing or damaged.
     pub fn tensors(&self) -> Result<Tensors> {
         Tensors::of_folder(&self.path)
     }
@@ -108,7 +108,7 @@ impl Pretrained {
     /// The model's tokenizer; `None` if the folder has no tokenizer file.
     ///
     /// # Errors
-    /// The errors of [`tokenizer::open`].
+    /// Returns the errors of [`tokenizer::open`].
     pub fn tokenizer(&self) -> Result<Option<SharedTokenizer>> {
         tokenizer::of_folder(&self.path)
     }
@@ -173,7 +173,8 @@ impl Initial {
     /// Opens a folder with a model, or a run's checkpoint.
     ///
     /// # Errors
-    /// The errors of [`Pretrained::open`]; [`Error::Checkpoint`]; [`Error::Config`] if `path` is neither a model folder nor a checkpoint.
+    /// Returns the errors of [`Pretrained::open`], [`Error::Checkpoint`] for a damaged checkpoint, and [`Error::Config`] if `path` is
+    /// neither a model folder nor a checkpoint.
     pub fn open(path: &Path) -> Result<Self> {
         if path.join(STATE_FILE).exists() {
             return Ok(Self::Checkpoint(Checkpoint::open_unread(path)?));
@@ -191,7 +192,7 @@ impl Initial {
     /// The initial model's configuration.
     ///
     /// # Errors
-    /// [`Error::Config`] for an invalid stored configuration.
+    /// Returns [`Error::Config`] for an invalid stored configuration.
     pub fn model(&self) -> Result<ModelConfig> {
         match self {
             Self::Folder(folder) => Ok(folder.model.clone()),
@@ -206,7 +207,7 @@ impl Initial {
     /// The initial model's tokenizer; `None` if unknown, as for a run on random tokens.
     ///
     /// # Errors
-    /// The errors of [`tokenizer::open`]; [`Error::Config`] for an invalid stored configuration.
+    /// Returns the errors of [`tokenizer::open`], and [`Error::Config`] for an invalid stored configuration.
     pub fn tokenizer(&self) -> Result<Option<SharedTokenizer>> {
         match self {
             Self::Folder(folder) => folder.tokenizer(),
@@ -227,7 +228,7 @@ const GOES_ON: &str = "a run that started from it resumes without it: nibble tra
 /// The path that a run stores for `train.init_from`. If the path is a run's folder, the newest complete checkpoint is stored.
 ///
 /// # Errors
-/// [`Error::Config`] if a run's folder has no complete checkpoint.
+/// Returns [`Error::Config`] if a run's folder has no complete checkpoint.
 pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
     if path.join(STATE_FILE).exists() || is_folder(path) || !path.is_dir() {
         return Ok(path.to_owned());
@@ -257,7 +258,7 @@ pub fn companions_of(from: &Path) -> PathBuf {
 /// `eos_token_id` of `config.json`.
 ///
 /// # Errors
-/// [`Error::Io`]; [`Error::Config`] naming the file, for an invalid value.
+/// Returns [`Error::Io`], and [`Error::Config`] naming the file, for an invalid value.
 pub fn ends_of_texts(dir: &Path) -> Result<Vec<i32>> {
     let Some(file) =
         [GENERATION_FILE, CONFIG].map(|name| dir.join(name)).into_iter().find(|file| file.exists())
@@ -289,7 +290,7 @@ pub(crate) fn generation_of(dir: &Path) -> Result<Value> {
 /// The distinct tokens of `eos_token_id`.
 ///
 /// # Errors
-/// The invalid value.
+/// Returns the invalid value.
 pub(crate) fn ends_of(json: &Value) -> Result<Vec<i32>, String> {
     let all = match &json[ENDS] {
         Value::Null => Vec::new(),
@@ -311,7 +312,7 @@ pub(crate) fn ends_of(json: &Value) -> Result<Vec<i32>, String> {
 /// Copies the companion files that exist in a folder.
 ///
 /// # Errors
-/// [`Error::Io`].
+/// Returns [`Error::Io`] if a call of the operating system fails.
 pub fn copy_companions(from: &Path, to: &Path) -> Result<()> {
     COMPANIONS
         .into_iter()

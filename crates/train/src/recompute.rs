@@ -301,7 +301,7 @@ impl Recompute {
     /// Why an entry has no meaning in a model; the text names the entry.
     ///
     /// # Errors
-    /// The text, if there is such an entry.
+    /// Returns the reason, if there is such an entry.
     pub fn check(&self, model: &ModelConfig) -> Result<(), String> {
         self.0.iter().find_map(|entry| entry.fault(model)).map_or(Ok(()), Err)
     }

@@ -67,7 +67,7 @@ impl<B: Kernels> Shards<B> {
     /// `run` is the number of this block of `local · rows_each` tokens within a step: micro-batch · ranks + rank.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Device`] from the backend.
+    /// Returns [`nibble_core::Error::Device`] from the backend.
     pub fn new(b: &B, local: usize, rows_each: usize, run: usize) -> Result<Self> {
         let align = if rows_each.is_multiple_of(128) { 128 } else { 1 };
         let tokens = local * rows_each;
@@ -123,7 +123,7 @@ impl<B: Kernels> Sight<B> {
     /// the model has such layers.
     ///
     /// # Errors
-    /// Errors of the backend; an error if the tokens are not whole sequences.
+    /// Passes on errors of the backend, and returns an error if the tokens are not whole sequences.
     pub fn find(
         b: &B,
         model: &ModelConfig,
@@ -148,7 +148,7 @@ impl<B: Kernels> Sight<B> {
     /// attends to all keys of its sequence up to its own.
     ///
     /// # Errors
-    /// An error if the layer has a window that hides keys, but no such windows were computed.
+    /// Returns an error if the layer has a window that hides keys, but no such windows were computed.
     pub fn windows(&self, window: Option<usize>, seq_len: usize) -> Result<Option<&Windows<B>>> {
         match (window, &self.sliding) {
             (Some(window), Some(sliding)) if window < seq_len => Ok(Some(sliding)),

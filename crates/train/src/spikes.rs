@@ -90,7 +90,7 @@ impl Spike {
     /// process of the run, is not added again.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// Returns [`Error::Io`] if a call of the operating system fails.
     pub fn record(&self, run_dir: &Path) -> Result<()> {
         let (path, bytes) = (run_dir.join(SPIKES_FILE), bytes_of(run_dir)?);
         if records(&bytes).any(|earlier| earlier == *self) {
@@ -110,7 +110,7 @@ impl Spike {
 /// out. Empty if there is no file.
 ///
 /// # Errors
-/// [`Error::Io`].
+/// Returns [`Error::Io`] if a call of the operating system fails.
 pub fn read_spikes(run_dir: &Path) -> Result<Vec<Spike>> {
     Ok(records(&bytes_of(run_dir)?).collect())
 }

@@ -21,7 +21,7 @@ const MXFP4: RGBColor = RGBColor(100, 50, 120);
 /// Draws all timed GEMMs: filled circles for ragged rows, and rings for wgrad.
 ///
 /// # Errors
-/// If there is nothing to draw, or the file cannot be written.
+/// Returns an error if there is nothing to draw, or the file cannot be written.
 pub fn draw(gpu: &str, all: &[Measured], ceilings: Ceilings, rates: Rates, file: Output) -> Result<()> {
     let mut svg = String::new();
     render(gpu, all, ceilings, rates, &mut svg)

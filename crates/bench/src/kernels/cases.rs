@@ -70,7 +70,7 @@ impl<B: Kernels> Kernel<B> {
     /// Prepares the kernel's operands.
     ///
     /// # Errors
-    /// If a kernel that computes an operand is missing.
+    /// Returns an error if a kernel that computes an operand is missing.
     pub fn case(&self, operands: &Operands<B>) -> Result<Case<B>> {
         (self.build)(operands)
     }

@@ -23,7 +23,7 @@ const GOAL_SHARE: f64 = 90.0;
 /// Draws the kernels at the largest shape: per kernel, a bar for dense rows and a dot for each number of groups.
 ///
 /// # Errors
-/// If there is nothing to draw, or the file cannot be written.
+/// Returns an error if there is nothing to draw, or the file cannot be written.
 pub fn draw(gpu: &str, measured: &[Measured], file: Output) -> Result<()> {
     let mut svg = String::new();
     render(gpu, measured, &mut svg)

@@ -91,7 +91,7 @@ impl Prompts {
     /// documents of the data.
     ///
     /// # Errors
-    /// If a text encodes to no tokens, if a conversation renders to no text, or if a required chat template is missing.
+    /// Returns an error if a text encodes to no tokens, if a conversation renders to no text, or if a required chat template is missing.
     pub fn ids(
         &self,
         prompts: &[Prompt],

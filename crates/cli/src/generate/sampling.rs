@@ -27,7 +27,7 @@ impl Sampling {
     /// Refuses options with which no token can be sampled.
     ///
     /// # Errors
-    /// A usage error that names the option.
+    /// Returns a usage error that names the option.
     pub fn check(&self) -> Result<()> {
         let Self { temperature, top_p, .. } = *self;
         if !(temperature.is_finite() && temperature >= 0.0) {

@@ -36,7 +36,7 @@ impl Signals {
     /// Installs the signal handlers.
     ///
     /// # Errors
-    /// If the system refuses a handler or a thread.
+    /// Returns an error if the system refuses a handler or a thread.
     pub fn start() -> Result<Self> {
         let failed = |why: std::io::Error| Error::Failed(format!("signals: {why}"));
         let heeded =
@@ -92,7 +92,7 @@ impl Children {
     /// Starts `world` ranks; `restart` is the number of earlier starts.
     ///
     /// # Errors
-    /// The error of the system; ranks that were already started are killed.
+    /// Returns the error of the operating system; ranks that were already started are killed.
     pub fn start((world, restart): (usize, u32), command: &[String], limits: Limits) -> Result<Self> {
         let failed = |what: &str| {
             let what = what.to_owned();
@@ -147,7 +147,7 @@ impl Children {
     /// Waits until all ranks have ended. Also returns the run's folder, if the run has started.
     ///
     /// # Errors
-    /// The error of the system.
+    /// Returns the error of the operating system.
     pub fn watch(mut self, signals: &mut Signals) -> Result<(Ended, Option<PathBuf>)> {
         // The time at which the remaining ranks are killed.
         let mut kill_at = None;

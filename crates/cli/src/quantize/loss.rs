@@ -218,7 +218,7 @@ impl Expected {
     /// quantizing the largest finite number.
     ///
     /// # Errors
-    /// The backend's errors.
+    /// Returns the backend's errors.
     pub fn of<B: Kernels>(b: &B, codec: Codec) -> nibble_core::Result<Expected> {
         // A value of at least half the largest code is off by at most a step of two, or by half of that with rounding to nearest. With
         // `floor`, scaled values are below 4/3 of the largest code.

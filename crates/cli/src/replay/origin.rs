@@ -63,7 +63,7 @@ impl Origin {
     /// The run in this state, with its data.
     ///
     /// # Errors
-    /// If the data have changed since.
+    /// Returns an error if the data have changed since.
     pub fn load<'a, B: Device>(&self, on: &On<'a, B>) -> Result<Trainer<'a, B>> {
         let mut trainer = Trainer::under(on.b, on.mesh, &self.config, self.recipe.clone())?.with_data()?;
         match &self.checkpoint {

@@ -25,7 +25,7 @@ pub struct Line<'a> {
 /// Draws curves over the steps of a run. If there are several curves, a coloured list of their names follows.
 ///
 /// # Errors
-/// If there is no finite point.
+/// Returns an error if there is no finite point.
 pub fn lines(all: &[Line<'_>]) -> Result<Markup, String> {
     let mut svg = String::new();
     draw(all, &mut svg).map_err(|e| e.to_string())?;

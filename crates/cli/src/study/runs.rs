@@ -65,7 +65,7 @@ impl<'a> Runner<'a> {
     /// Trains a cell, from its last checkpoint if it was interrupted before. `None` if it was interrupted again.
     ///
     /// # Errors
-    /// If no process can be started, or the folder cannot be written.
+    /// Returns an error if no process can be started, or the folder cannot be written.
     pub fn run(&self, queue: &Queue, claim: &Claim, from: Option<&Path>) -> Result<Option<Row>> {
         let cell = claim.cell();
         let folder = self.folder(cell);
@@ -102,7 +102,7 @@ impl<'a> Runner<'a> {
     /// trained again: its weights depend on its seed, configuration and recipe only. `None` if that was stopped.
     ///
     /// # Errors
-    /// As [`Runner::run`]; if the trunk does not end well this time.
+    /// Returns the errors of [`Runner::run`]; if the trunk does not end well this time.
     pub fn trunk(&self, queue: &Queue, trunk: &Cell) -> Result<Option<PathBuf>> {
         let folder = self.folder(trunk);
         while !self.deadline.is_over() {
@@ -141,7 +141,7 @@ impl<'a> Runner<'a> {
     /// Removes the checkpoints of a run whose row is written: the row has what the study needs, and weights take gigabytes.
     ///
     /// # Errors
-    /// If the checkpoints cannot be removed.
+    /// Returns an error if the checkpoints cannot be removed.
     pub fn drop_checkpoints(&self, cell: &str) -> Result<()> {
         let folder = self.dir.join("runs").join(cell).join("checkpoints");
         match std::fs::remove_dir_all(&folder) {

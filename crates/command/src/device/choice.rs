@@ -19,7 +19,7 @@ pub enum Choice<C> {
 /// several ranks, `met` is the number of ranks on this host. Each of them needs a GPU, and `nccl` says whether NCCL is usable.
 ///
 /// # Errors
-/// A usage error if the configuration names a GPU that cannot be used; the error says what was found.
+/// Returns a usage error if the configuration names a GPU that cannot be used, and the error says what was found.
 pub fn choose<C>(
     run: &RunConfig,
     met: Option<usize>,

@@ -46,7 +46,7 @@ pub trait Device: Kernels {
     /// Peak rates: memory rates measured on a 2.5 GiB buffer, arithmetic rates from the data sheet. `None` for an unknown device.
     ///
     /// # Errors
-    /// The device's error, if 2.5 GiB are not free.
+    /// Returns the device's error, if 2.5 GiB are not free.
     fn peaks(&self) -> Result<Option<Peaks>>;
     /// Bytes of the device that this process uses now, with its context, kernels and freed memory that it keeps; `None` if unknown.
     fn in_use(&self) -> Option<usize>;
@@ -55,19 +55,19 @@ pub trait Device: Kernels {
     /// Runs `work`, which issues its operations one by one, and returns the time of each operation, longest first.
     ///
     /// # Errors
-    /// The error of `work`.
+    /// Returns the error of `work`.
     fn profiled<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<OpTime>)>;
 
     /// Runs `work` and returns the launched kernels; a replayed kernel counts once per replay. The list is empty on a CPU.
     ///
     /// # Errors
-    /// The error of `work`.
+    /// Returns the error of `work`.
     fn logged<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<Launched>)>;
 
     /// Runs `work`, which replays the given launches, and returns a trace of the device; `None` if the device cannot be traced.
     ///
     /// # Errors
-    /// The error of `work`, or an error if CUPTI cannot be used.
+    /// Returns the error of `work`, or an error if CUPTI cannot be used.
     fn traced<R>(
         &self,
         launched: &[Launched],

@@ -27,7 +27,7 @@ pub trait Work: Sync {
     /// Runs the work of one rank.
     ///
     /// # Errors
-    /// Any error that ends the command.
+    /// Returns any error that ends the command.
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Self::Out>;
 
     /// Settings, in addition to the mesh, that must be equal on all rank processes before they start, as lines of TOML.
@@ -66,7 +66,7 @@ impl<B: Device> On<'_, B> {
     /// Gathers a number from every rank, in rank order.
     ///
     /// # Errors
-    /// The errors of the device and of other ranks.
+    /// Returns the errors of the device and of other ranks.
     pub fn on_all_ranks(&self, value: f64) -> Result<Vec<f64>> {
         let mine = self.b.upload(&[value])?;
         Ok(self.b.download(&self.mesh.all.all_gather_f64(self.b, &mine)?)?)
@@ -83,7 +83,7 @@ impl<B: Device> On<'_, B> {
 /// Runs the work on the device of this configuration, on all ranks, and returns the result of rank 0.
 ///
 /// # Errors
-/// A usage error if the device is unavailable, which says what was found; the errors of the work.
+/// Returns a usage error if the device is unavailable (the error says what was found), and passes on the errors of the work.
 pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
     let env = Env::read()?;
     let process = joined::this();

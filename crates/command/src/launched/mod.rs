@@ -76,9 +76,9 @@ pub enum Meeting {
 /// address. The exception is the address of `nibble launch`, because its hub exists already.
 ///
 /// # Errors
-/// [`Error::Usage`] for variables that are not numbers, that are inconsistent, or that are missing although others of the same launcher are
-/// set. The same error is returned for a missing address (from both launcher and user), an invalid address, and `--rendezvous` without a
-/// launcher.
+/// Returns [`Error::Usage`] for variables that are not numbers, that are inconsistent, or that are missing although others of the same
+/// launcher are set. The same error is returned for a missing address (from both launcher and user), an invalid address, and `--rendezvous`
+/// without a launcher.
 pub fn launched(var: impl Fn(&str) -> Option<String>, rendezvous: Option<&str>) -> Result<Option<Launched>> {
     let vars = Vars(&var);
     let by_variable = || vars.get(env::RENDEZVOUS).map(|text| (env::RENDEZVOUS, text));
@@ -216,7 +216,7 @@ impl Names {
     }
 
     /// # Errors
-    /// If the numbers are inconsistent.
+    /// Returns an error if the numbers are inconsistent.
     fn check(&self, ranks: Ranks) -> Result<Ranks> {
         let Ranks { rank, world, local_rank, local_world } = ranks;
         let below = |name, value, limit_name, limit| match value < limit {

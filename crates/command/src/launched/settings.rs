@@ -17,7 +17,7 @@ const MAKE_FILE: &str = "(umask 077; head -c 32 /dev/urandom | base64 > secret)"
 /// trimmed content of the file that `NIBBLE_SECRET_FILE` names. `read_file` reads that file; programs pass [`read_secret`].
 ///
 /// # Errors
-/// [`Error::Usage`] for a secret of less than 16 bytes, and the error of `read_file`.
+/// Returns [`Error::Usage`] for a secret of less than 16 bytes, and the error of `read_file`.
 pub fn secret(
     var: impl Fn(&str) -> Option<String>,
     read_file: impl Fn(&Path) -> Result<String>,
@@ -41,7 +41,8 @@ pub fn secret(
 /// Reads the file that contains a secret.
 ///
 /// # Errors
-/// [`Error::Usage`] if the file cannot be read or is not a text file, or if, on Unix, users other than its owner can read or write it.
+/// Returns [`Error::Usage`] if the file cannot be read or is not a text file, or if, on Unix, users other than its owner can read or write
+/// it.
 pub fn read_secret(path: &Path) -> Result<String> {
     let told = path.display();
     #[cfg(unix)]
@@ -79,7 +80,7 @@ pub fn missing_secret(launched: &Launched) -> Error {
 /// join at the start (300 s or `NIBBLE_JOIN_DEADLINE`).
 ///
 /// # Errors
-/// [`Error::Usage`] for a variable that is not an integer number of seconds from 2 to 86400.
+/// Returns [`Error::Usage`] for a variable that is not an integer number of seconds from 2 to 86400.
 pub fn deadlines(var: impl Fn(&str) -> Option<String>) -> Result<(Duration, Duration)> {
     Ok((seconds(&var, env::DEADLINE, 30)?, seconds(&var, env::JOIN_DEADLINE, 300)?))
 }
@@ -87,7 +88,7 @@ pub fn deadlines(var: impl Fn(&str) -> Option<String>) -> Result<(Duration, Dura
 /// The time within which rows from other GPUs must arrive.
 ///
 /// # Errors
-/// The errors of [`deadlines`].
+/// Returns the errors of [`deadlines`].
 pub fn exchange_deadline(var: impl Fn(&str) -> Option<String>) -> Result<Duration> {
     seconds(&var, env::EXCHANGE_DEADLINE, 600)
 }

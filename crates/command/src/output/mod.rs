@@ -59,8 +59,8 @@ impl Outputs {
     /// Checks a path for an output that has this mark.
     ///
     /// # Errors
-    /// A usage error if the path is an input, another output or a file of a run; if the file exists without the mark and `--force` is not
-    /// given; or if the path cannot be written.
+    /// Returns a usage error if the path is an input, another output or a file of a run; if the file exists without the mark and `--force`
+    /// is not given, or if the path cannot be written.
     pub fn named(&mut self, path: &Path, mark: &Mark) -> Result<Output> {
         let place = resolved(path);
         if is_of_a_run(&place) {
@@ -74,7 +74,7 @@ impl Outputs {
     /// Checks the path of a file that a run wrote and that this command rewrites.
     ///
     /// # Errors
-    /// A usage error if the path is an input or another output, or cannot be written.
+    /// Returns a usage error if the path is an input or another output, or cannot be written.
     pub fn of_run(&mut self, path: &Path) -> Result<Output> {
         self.checked(path, resolved(path), &|| Ok(true), "")
     }
@@ -130,7 +130,7 @@ impl Output {
     /// Writes the whole content.
     ///
     /// # Errors
-    /// The error of the system; an existing file is then unchanged.
+    /// Returns the error of the operating system; an existing file is then unchanged.
     pub fn write(self, content: impl AsRef<[u8]>) -> Result<()> {
         self.write_with(|to| to.write_all(content.as_ref()))
     }
@@ -138,7 +138,7 @@ impl Output {
     /// Writes the content that `fill` produces, piece by piece.
     ///
     /// # Errors
-    /// The errors of [`Output::write`], and the error of `fill`.
+    /// Returns the errors of [`Output::write`], and the error of `fill`.
     pub fn write_with(self, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
         let Self { path, direct } = self;
         let written = match direct {

@@ -61,8 +61,8 @@ impl Client {
     /// listens there, or if another run's hub answers. `status` returns the rank's status; it must not block.
     ///
     /// # Errors
-    /// If no hub with this secret is found; if the hub refuses this rank or another rank; or if the run fails before all ranks have joined.
-    /// With a single address, a hub with another secret is an immediate error.
+    /// Returns an error if no hub with this secret is found, if the hub refuses this rank or another rank, or if the run fails before all
+    /// ranks have joined. With a single address, a hub with another secret is an immediate error.
     pub fn join(
         addresses: &[String],
         secret: &Secret,
@@ -137,7 +137,7 @@ impl Client {
     /// Leaves the run: sends all queued frames, and waits until the hub has confirmed.
     ///
     /// # Errors
-    /// The run's failure, if the run fails first.
+    /// Returns the run's failure, if the run fails first.
     pub fn leave(self) -> Result<(), Failure> {
         self.shared.queue.push(Up::Leave);
         match self.wait(None) {

@@ -45,7 +45,7 @@ impl Hub {
     /// Starts the hub of a run of `world` ranks on a listener.
     ///
     /// # Errors
-    /// If `world` is 0, or if the system refuses the thread or the listener.
+    /// Returns an error if `world` is 0, or if the system refuses the thread or the listener.
     pub fn start(listener: TcpListener, secret: Secret, world: usize, limits: Limits) -> Result<Self> {
         if world == 0 {
             return Err(Error::NoRanks);
@@ -105,7 +105,7 @@ impl Hub {
     /// Waits until all ranks have left. After a failure, waits until all connections are closed, but at most a deadline.
     ///
     /// # Errors
-    /// The failure of the run.
+    /// Returns the failure of the run.
     pub fn wait(self) -> Result<(), Failure> {
         let mut room = locked(&self.shared.room);
         loop {

@@ -13,7 +13,7 @@ use plotters::style::RGBColor;
 /// The page of a study: for each configuration, the comparisons, the curves with bands of one standard deviation over seeds, and all runs.
 ///
 /// # Errors
-/// [`Error::Picture`] if the plotting library fails.
+/// Returns [`Error::Picture`] if the plotting library fails.
 pub fn html(study: &Study, rows: &Rows) -> Result<String> {
     let results = Results::of(study, rows);
     let mut configs = Vec::new();

@@ -102,7 +102,7 @@ impl Study {
     /// Reads a study file. `catalog` resolves the names in the file.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read; the errors of [`Study::parse`].
+    /// Returns [`Error::Io`] if the file cannot be read, and passes on the errors of [`Study::parse`].
     pub fn load(file: &Path, catalog: &dyn Catalog) -> Result<Self> {
         let text = std::fs::read_to_string(file).map_err(Error::io(file))?;
         Self::parse(&text, file, catalog)
@@ -111,8 +111,8 @@ impl Study {
     /// Reads a study from its text. Errors name `file`.
     ///
     /// # Errors
-    /// [`Error::Study`] with the key, for unknown keys, names that `catalog` does not know, names or recipes that are listed twice, empty lists, or a baseline that is not among
-    /// the recipes.
+    /// Returns [`Error::Study`] with the key, for unknown keys, names that `catalog` does not know, names or recipes that are listed twice,
+    /// empty lists, or a baseline that is not among the recipes.
     pub fn parse(text: &str, file: &Path, catalog: &dyn Catalog) -> Result<Self> {
         let table: toml::Table = text.parse().map_err(|error: toml::de::Error| Error::Study {
             file: file.to_owned(),

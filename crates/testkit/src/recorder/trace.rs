@@ -10,7 +10,7 @@ use std::collections::HashMap;
 /// [`Backend::buffer_id`] of the pass's input tensor.
 ///
 /// # Errors
-/// The error of `work`.
+/// Returns the error of `work`.
 pub fn traced<B: Backend, E>(
     recorder: &Recorder<B>,
     work: impl FnOnce(&mut dyn FnMut(Pass, &'static str, u64)) -> Result<(), E>,

@@ -53,7 +53,7 @@ impl<B: Kernels> Linear<B> {
     /// starts with zeros. `out` is the type of the output.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `part` is not a linear layer; errors of the backend.
+    /// Returns [`Error::Shape`] if `part` is not a linear layer, and passes on errors of the backend.
     pub fn new(cx: &Cx<'_, B>, part: &Part, out: DType) -> Result<Self> {
         let (weight, bias) = Param::with_bias(cx, part)?;
         let linear = weight.layer().to_owned();

@@ -53,7 +53,7 @@ pub trait Layer<B: Kernels> {
     /// Makes the copies of the weights for this step.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Passes on errors of the backend and of other ranks.
     fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         Gathering::begin(cx, vec![self.wanted(cx)])?.finish_next(cx, self.params())
     }

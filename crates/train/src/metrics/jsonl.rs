@@ -84,7 +84,7 @@ impl<T: StepLine> StepLog<T> {
     /// resumed run writes again, and an incomplete last line that a killed process left. Unreadable lines before these lines stay.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// Returns [`Error::Io`] if a call of the operating system fails.
     pub fn open(path: &Path, step: u64) -> Result<Self> {
         if let Some(dir) = path.parent() {
             crate::files::make_folder(dir).map_err(Error::io(dir))?;
@@ -105,7 +105,7 @@ impl<T: StepLine> StepLog<T> {
     /// later.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// Returns [`Error::Io`] if a call of the operating system fails.
     pub fn write(&mut self, metrics: &T) -> Result<()> {
         let line = encode(metrics, &self.path)?;
         append(&mut self.file, &line).map_err(Error::io(&self.path))
@@ -121,7 +121,7 @@ impl<T: StepLine> StepLog<T> {
 /// Reads a metrics file; a missing file counts as empty. An incomplete last line, which a killed process left, is ignored.
 ///
 /// # Errors
-/// [`Error::Io`].
+/// Returns [`Error::Io`] if a call of the operating system fails.
 pub fn read_metrics(path: &Path) -> Result<StepFile<Metrics>> {
     read_lines(path)
 }
@@ -129,7 +129,7 @@ pub fn read_metrics(path: &Path) -> Result<StepFile<Metrics>> {
 /// Reads a file of layer metrics, with the rules of [`read_metrics`].
 ///
 /// # Errors
-/// [`Error::Io`].
+/// Returns [`Error::Io`] if a call of the operating system fails.
 pub fn read_layers(path: &Path) -> Result<StepFile<LayerMetrics>> {
     read_lines(path)
 }
@@ -137,7 +137,7 @@ pub fn read_layers(path: &Path) -> Result<StepFile<LayerMetrics>> {
 /// Reads a file of ranks' times, with the rules of [`read_metrics`].
 ///
 /// # Errors
-/// [`Error::Io`].
+/// Returns [`Error::Io`] if a call of the operating system fails.
 pub fn read_rank_times(path: &Path) -> Result<StepFile<RankTimes>> {
     read_lines(path)
 }

@@ -93,7 +93,7 @@ pub enum Shown {
 /// Plots one or several runs into an SVG file, which is replaced atomically.
 ///
 /// # Errors
-/// [`Error::Data`] if there is nothing to draw; [`Error::Io`] if the file cannot be written.
+/// Returns [`Error::Data`] if there is nothing to draw, and [`Error::Io`] if the file cannot be written.
 pub fn draw_losses(curves: &[LossCurve], path: &Path) -> Result<()> {
     let svg = losses_svg(curves, PICTURE, Shown::Tail).map_err(|why| Error::data(path, why))?;
     if let Some(dir) = path.parent() {
@@ -115,7 +115,7 @@ pub const LOSSES_BY: &str = "nibble plot";
 /// attribute `data-plot` is [`plot_attribute`].
 ///
 /// # Errors
-/// The reason why nothing can be drawn.
+/// Returns the reason why nothing can be drawn.
 pub fn losses_svg(curves: &[LossCurve], size: (u32, u32), shown: Shown) -> Result<String, String> {
     let mut svg = String::new();
     let plot = render(curves, size, shown, &mut svg)?;

@@ -33,7 +33,7 @@ impl EventLog {
     /// Creates a new file in the directory for a run that has completed `step` steps. A new run removes older files.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// Returns [`Error::Io`] if a call of the operating system fails.
     pub fn create(dir: &Path, step: u64) -> Result<Self> {
         crate::files::make_folder(dir).map_err(Error::io(dir))?;
         if step == 0 {
@@ -52,7 +52,7 @@ impl EventLog {
     /// function returns.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// Returns [`Error::Io`] if a call of the operating system fails.
     pub fn write(&mut self, metrics: &Metrics) -> Result<()> {
         let values = serde_json::to_value(metrics).map_err(|e| Error::data(&self.path, e.to_string()))?;
         let scalars = values.as_object().into_iter().flatten().filter(|(name, _)| *name != "step");

@@ -58,7 +58,7 @@ impl<B: Kernels> DecoderOut<B> {
     /// Waits for the pass, and reads the counts from the device.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Shape`] if any id is not in the vocabulary. The error names `op`, and the inputs or else the targets.
+    /// Returns [`nibble_core::Error::Shape`] if any id is not in the vocabulary. The error names `op`, and the inputs or else the targets.
     pub fn verify_ids(&self, b: &B, op: &'static str, vocab: usize) -> Result<()> {
         let mut counts = ["inputs", "targets"].into_iter().zip(&self.bad_ids);
         counts.try_for_each(|(argument, bad)| verify_ids(b, op, argument, bad, vocab))
@@ -88,7 +88,7 @@ impl<B: Kernels> Decoder<B> {
     /// Creates this rank's part of a decoder with random weights. The weights depend only on the seed.
     ///
     /// # Errors
-    /// Errors of the backend. The configuration was already checked when it was read.
+    /// Passes on errors of the backend. The configuration was already checked when it was read.
     pub fn new(
         b: &B,
         mesh: Mesh<'_, B>,
@@ -135,7 +135,7 @@ impl<B: Kernels> Decoder<B> {
     /// Makes the copies of all weights for this step.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Passes on errors of the backend and of other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         self.begin_prepare(cx)?;
         self.gathering.finish_next(cx, self.embed.params())?;
@@ -149,7 +149,7 @@ impl<B: Kernels> Decoder<B> {
     /// earlier layers run.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Passes on errors of the backend and of other ranks.
     pub fn begin_prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         // The groups are in the order in which the forward pass waits for them.
         let mut groups = vec![self.embed.wanted()];

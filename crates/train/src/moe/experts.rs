@@ -98,7 +98,7 @@ impl<B: Kernels> Experts<B> {
     /// Makes the copies of the weights for this step.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Passes on errors of the backend and of other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         Gathering::begin(cx, vec![self.wanted(cx)])?.finish_next(cx, self.params())
     }
@@ -126,7 +126,7 @@ impl<B: Kernels> Experts<B> {
     /// The forward pass on received, expert-sorted rows.
     ///
     /// # Errors
-    /// Errors of the backend.
+    /// Passes on errors of the backend.
     pub fn forward(
         &self,
         cx: &Cx<'_, B>,
@@ -200,7 +200,7 @@ impl<B: Kernels> Experts<B> {
     /// The backward pass: returns the gradient dx of the expert-sorted rows and the gradient of each row's gate weight.
     ///
     /// # Errors
-    /// Errors of [`Experts::dgrad`] and [`Experts::wgrad`].
+    /// Passes on errors of [`Experts::dgrad`] and [`Experts::wgrad`].
     pub fn backward(
         &mut self,
         cx: &Cx<'_, B>,
@@ -216,7 +216,7 @@ impl<B: Kernels> Experts<B> {
     /// The backward pass without the gradients of weights. `dgrad` runs before `wgrad`, because other ranks wait for dx.
     ///
     /// # Errors
-    /// [`Error::Defect`] if the input is missing; errors of the backend.
+    /// Returns [`Error::Defect`] if the input is missing, and passes on errors of the backend.
     pub fn dgrad(
         &self,
         cx: &Cx<'_, B>,
@@ -246,7 +246,7 @@ impl<B: Kernels> Experts<B> {
     /// Adds the gradients of both weights.
     ///
     /// # Errors
-    /// Errors of the backend, and errors of other ranks if a sum of gradients over ranks starts here.
+    /// Passes on errors of the backend, and errors of other ranks if a sum of gradients over ranks starts here.
     pub fn wgrad(
         &mut self,
         cx: &Cx<'_, B>,

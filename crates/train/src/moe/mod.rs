@@ -315,7 +315,7 @@ impl<B: Kernels> Moe<B> {
     /// the sum of the experts' rows, when less memory is in use.
     ///
     /// # Errors
-    /// Errors of the backend, of other ranks and of the other work.
+    /// Passes on errors of the backend, of other ranks and of the other work.
     pub fn forward_beside<T>(
         &self,
         cx: &Cx<'_, B>,
@@ -338,7 +338,7 @@ impl<B: Kernels> Moe<B> {
     /// computed during this transfer.
     ///
     /// # Errors
-    /// Errors of the backend, of other ranks and of the other work.
+    /// Passes on errors of the backend, of other ranks and of the other work.
     pub fn backward_beside<T>(
         &mut self,
         cx: &Cx<'_, B>,

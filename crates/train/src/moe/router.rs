@@ -63,7 +63,7 @@ impl<B: Kernels> Router<B> {
     /// with zeros.
     ///
     /// # Errors
-    /// The error of [`Param::only`] if the part is not a router; errors of the backend.
+    /// Returns the error of [`Param::only`] if the part is not a router, and passes on errors of the backend.
     pub fn new(cx: &Cx<'_, B>, spec: &MoeSpec) -> Result<Self> {
         let (weight, bias) = Param::with_bias(cx, &spec.router)?;
         Ok(Self { weight, bias, shape: spec.shape, rule: spec.rule(), balance: spec.options.balance })

@@ -151,7 +151,7 @@ impl<B: Kernels> Gathering<B> {
     /// Converts this rank's own rows, and sends the rows of the first groups.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn begin(cx: &Cx<'_, B>, groups: Vec<Vec<Wanted<'_, B>>>) -> Result<Self> {
         let mut here = BTreeSet::new();
         let mut ways = Vec::with_capacity(groups.len());
@@ -182,7 +182,7 @@ impl<B: Kernels> Gathering<B> {
     /// of a later group. Does nothing if every group is finished.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn finish_next(&mut self, cx: &Cx<'_, B>, params: Vec<&mut Param<B>>) -> Result<()> {
         match self.groups.pop_front() {
             None => Ok(()),

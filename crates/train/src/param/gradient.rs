@@ -83,7 +83,7 @@ impl<B: Kernels> Param<B> {
     /// is one matrix for each matrix of the parameter and each local shard, stacked by rows.
     ///
     /// # Errors
-    /// The errors of `pass`; [`Error::Shape`] for a second pass of a step whose shards were summed after the first pass.
+    /// Returns the errors of `pass`, and [`Error::Shape`] for a second pass of a step whose shards were summed after the first pass.
     pub fn add_gradient<R>(
         &mut self,
         cx: &Cx<'_, B>,
@@ -200,7 +200,7 @@ impl<B: Kernels> Param<B> {
     /// sum of the rows that it stores. See [`reduce_gradients`] for several weights.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn reduce_gradient(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         self.begin_reduction(cx)?;
         self.finish_reduction(cx)
@@ -232,7 +232,7 @@ impl<B: Kernels> Param<B> {
     /// Waits for the sum over ranks, if it has been started. All ranks that hold a weight must wait for their weights in the same order.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn finish_reduction(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         if !self.gradient.summing {
             return Ok(());
@@ -254,7 +254,7 @@ impl<B: Kernels> Param<B> {
     /// The result of [`Param::reduced`], with the tensors that the optimizer changes.
     ///
     /// # Errors
-    /// [`Error::Shape`] before [`Param::reduce_gradient`], or without moments.
+    /// Returns [`Error::Shape`] before [`Param::reduce_gradient`], or without moments.
     pub fn optimized(&mut self) -> Result<Optimized<'_, B>> {
         let Self { name, master, gradient, moments, .. } = self;
         let grad = gradient.sum.as_ref().or(gradient.values.as_ref());
@@ -274,7 +274,7 @@ impl<B: Kernels> Param<B> {
 /// started in this order.
 ///
 /// # Errors
-/// The errors of the backend and other ranks.
+/// Returns the errors of the backend and other ranks.
 pub fn reduce_gradients<B: Kernels>(cx: &Cx<'_, B>, params: &mut [&mut Param<B>]) -> Result<()> {
     params.iter_mut().try_for_each(|param| param.begin_reduction(cx))?;
     cx.buckets.borrow_mut().send(cx.b, cx.mesh)?;

@@ -126,7 +126,7 @@ impl<B: Kernels> Param<B> {
     /// A parameter with this rank's rows of the initial values in its description.
     ///
     /// # Errors
-    /// The errors of the backend.
+    /// Returns the errors of the backend.
     pub fn of(cx: &Cx<'_, B>, spec: &ParamSpec) -> Result<Self> {
         let ((rows, cols), Mesh { all, ep, dp }) = (spec.shape(), cx.mesh);
         let (placement, first, replicas) = match spec.experts {
@@ -163,7 +163,7 @@ impl<B: Kernels> Param<B> {
     /// The only weight of a part. Every rank computes with all rows of the weight; this rank keeps its own rows of the master.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a part with several weights; errors of the backend.
+    /// Returns [`Error::Shape`] for a part with several weights, and passes on errors of the backend.
     pub fn only(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         match part.weights() {
             [weight] if weight.experts.is_none() => Self::of(cx, weight),
@@ -177,7 +177,7 @@ impl<B: Kernels> Param<B> {
     /// The weight of a part with one weight, and the part's bias if there is one.
     ///
     /// # Errors
-    /// The errors of [`Param::only`].
+    /// Returns the errors of [`Param::only`].
     pub fn with_bias(cx: &Cx<'_, B>, part: &Part) -> Result<(Self, Option<Self>)> {
         match part.weights() {
             [weight, bias] if bias.shape().0 == 1 && weight.experts.is_none() => {
@@ -205,7 +205,7 @@ impl<B: Kernels> Param<B> {
     /// All rows of the master, or of a tensor with the same rows, gathered from all ranks that keep rows. `mine` contains this rank's rows.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn gathered(&self, b: &B, mesh: Mesh<'_, B>, mine: &Tensor<B>) -> Result<Tensor<B>> {
         if !self.slices.is_divided() {
             return Ok(mine.clone());
@@ -235,7 +235,7 @@ impl<B: Kernels> Param<B> {
     /// All rows of the weight, in F32.
     ///
     /// # Errors
-    /// [`Error::Shape`] if this rank does not have all rows yet.
+    /// Returns [`Error::Shape`] if this rank does not have all rows yet.
     pub fn plain(&self) -> Result<&Tensor<B>> {
         match self.slices.is_divided() {
             false => Ok(&self.master),
@@ -395,7 +395,7 @@ impl<B: Kernels> Param<B> {
     /// The copy of the weight that fprop reads.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the copies do not exist yet: see [`Param::for_products`].
+    /// Returns [`Error::Shape`] if the copies do not exist yet ([`Param::for_products`] creates them).
     pub fn w(&self) -> Result<&Operand<B>> {
         self.shadow.as_ref().map(|s| &s.w).ok_or_else(|| self.unprepared())
     }
@@ -403,7 +403,7 @@ impl<B: Kernels> Param<B> {
     /// The copy of the weight that dgrad reads. A decoded copy exists as long as the returned value.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the copies do not exist yet: see [`Param::for_products`]; errors of the backend.
+    /// Returns [`Error::Shape`] if the copies do not exist yet ([`Param::for_products`] creates them). Passes on errors of the backend.
     pub fn wt(&self, cx: &Cx<'_, B>) -> Result<Cow<'_, Operand<B>>> {
         let Some(Shadow { w, wt: Some(wt) }) = &self.shadow else { return Err(self.unprepared()) };
         match wt {

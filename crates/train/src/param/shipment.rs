@@ -63,7 +63,7 @@ impl<B: Kernels> Shipment<B> {
     /// pass follows, the transposes of quantized weights are sent too.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn begin(b: &B, replicas: &dyn Comm<B>, training: bool, cargo: Vec<Cargo<B>>) -> Result<Self> {
         let mut weights: Vec<Coming> = cargo.iter().map(|cargo| Coming::of(cargo, training)).collect();
         if let [Cargo { slices, rows: Rows::Plain(x) }] = &cargo[..] {
@@ -109,7 +109,7 @@ impl<B: Kernels> Shipment<B> {
     /// Waits for all rows of each weight. Returns the weights in the order in which they were sent.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn wait(self, b: &B) -> Result<Vec<Whole<B>>> {
         let came = self.transfer.wait(b)?;
         self.weights.iter().map(|weight| weight.whole(b, &came)).collect()

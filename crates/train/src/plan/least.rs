@@ -62,7 +62,7 @@ pub struct Least {
 /// Finds the least recomputation with which a run needs at most `limit` bytes per device. `train.recompute` of the configuration is ignored.
 ///
 /// # Errors
-/// The errors of [`predict`], except that a choice whose sizes overflow does not fit.
+/// Returns the errors of [`predict`], except that a choice whose sizes overflow does not fit.
 pub fn least_recompute(kind: DeviceKind, mesh: MeshShape, config: &Config, limit: usize) -> Result<Least> {
     let recipe = checked_recipe(config)?;
     let mut search = Search { kind, mesh, config: config.begun_on(kind, &recipe), recipe, rehearsals: 0 };

@@ -128,7 +128,7 @@ impl Prediction {
 /// Predicts a run on a device of this kind, for the rank with the most memory.
 ///
 /// # Errors
-/// [`Error::Memory`] if the run needs more memory than any device has; errors of the configuration.
+/// Returns [`Error::Memory`] if the run needs more memory than any device has, and passes on errors of the configuration.
 pub fn predict(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
     predict_rank(kind, mesh, largest_rank(mesh, config)?, config, recipe)
 }
@@ -137,7 +137,7 @@ pub fn predict(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Reci
 /// exchanged, or if the capacity is no larger than the share.
 ///
 /// # Errors
-/// The errors of [`predict`].
+/// Returns the errors of [`predict`].
 pub fn predict_balanced(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -155,7 +155,7 @@ pub fn predict_balanced(
 /// Like [`predict`], but for this rank of the mesh.
 ///
 /// # Errors
-/// The errors of [`predict`]; [`nibble_core::Error::Shape`] for a rank outside the mesh.
+/// Returns the errors of [`predict`], and [`nibble_core::Error::Shape`] for a rank outside the mesh.
 pub fn predict_rank(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -173,7 +173,7 @@ pub fn predict_rank(
 /// Number of bytes that a rank sends in a step with balanced routing, by collective. Empty for a single rank.
 ///
 /// # Errors
-/// The errors of [`predict_rank`].
+/// Returns the errors of [`predict_rank`].
 pub fn sent_in_a_step(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -194,7 +194,7 @@ fn predict_state(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Re
 /// same memory.
 ///
 /// # Errors
-/// [`Error::Config`] for sizes that overflow.
+/// Returns [`Error::Config`] for sizes that overflow.
 pub fn kinds_of_ranks(mesh: MeshShape, config: &Config) -> Result<Vec<Vec<usize>>> {
     check_sizes(config)?;
     let slices = divided(mesh, config);
@@ -243,7 +243,7 @@ fn kept_values(mesh: MeshShape, rank: usize, slices: &[(Slices, bool)]) -> impl 
 /// and fills are no ops. Steps are counted from 0. Another step may have other precisions.
 ///
 /// # Errors
-/// The errors of [`predict`].
+/// Returns the errors of [`predict`].
 pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u64) -> Result<Vec<Call>> {
     on_shapes(kind, MeshShape::ONE, 0, config, recipe, |dry, rank| {
         let ((), calls) = dry.counted(|| rank.rehearse_whole_step(step))?;
@@ -265,7 +265,7 @@ pub struct OffTensorCores {
 /// The work of a run that a GPU would run on CUDA cores: in a step at every point at which precisions change, and in an evaluation.
 ///
 /// # Errors
-/// The errors of [`predict`].
+/// Returns the errors of [`predict`].
 pub fn off_tensor_cores(config: &Config, recipe: &Recipe) -> Result<Vec<OffTensorCores>> {
     on_shapes(DeviceKind::Gpu, MeshShape::ONE, 0, config, recipe, |dry, rank| {
         let ((_, calls), slow) = dry.slow(|| dry.counted(|| rank.rehearse()))?;
@@ -343,7 +343,8 @@ fn collected_bytes(rank: &mut RankState<'_, Dry>, mesh: MeshShape) -> usize {
 /// does not count as free.
 ///
 /// # Errors
-/// [`Error::Memory`] if the run does not fit, with the run's largest parts and the shortest list of settings that would make it fit.
+/// Returns [`Error::Memory`] if the run does not fit, with the run's largest parts and the shortest list of settings that would make it
+/// fit.
 pub fn require_room<B: Backend>(
     b: &B,
     mesh: MeshShape,
@@ -356,7 +357,7 @@ pub fn require_room<B: Backend>(
 /// Like [`require_room`], but with `host_ranks` ranks on this host.
 ///
 /// # Errors
-/// The errors of [`require_room`].
+/// Returns the errors of [`require_room`].
 pub fn require_room_for<B: Backend>(
     b: &B,
     mesh: MeshShape,
@@ -459,7 +460,7 @@ pub fn overrides(settings: &[String]) -> String {
 /// Checks that this device has enough memory for weights, gradients and moments.
 ///
 /// # Errors
-/// [`Error::Memory`] if the device has too little memory.
+/// Returns [`Error::Memory`] if the device has too little memory.
 pub(crate) fn require_room_for_state<B: Backend>(
     b: &B,
     mesh: MeshShape,

@@ -35,7 +35,7 @@ impl Trial {
     /// The memory that one GPU needs to train the whole model with these settings.
     ///
     /// # Errors
-    /// The errors of [`predict`]; an error for a model that cannot be trained with these settings.
+    /// Returns the errors of [`predict`], and an error for a model that cannot be trained with these settings.
     pub fn bytes(&self, config: &Config) -> Result<usize> {
         let mut tried = alone(config);
         self.recipe.clone_into(&mut tried.recipe);
@@ -61,7 +61,7 @@ pub enum Fit {
 /// immediate for a model of any size.
 ///
 /// # Errors
-/// The errors of [`Trial::bytes`].
+/// Returns the errors of [`Trial::bytes`].
 pub fn fits_whole(config: &Config, gpu: &Gpu) -> Result<Fit> {
     let config = alone(config);
     let recipe = checked_recipe(&config)?;

@@ -149,7 +149,7 @@ impl<B: Backend> Counted<B> {
     /// Takes the counts that wait for collection. Every site must have cells in the table.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming a site for which the table has no cells, because the site was counted but is in no plan.
+    /// Returns [`Error::Shape`] naming a site for which the table has no cells, because the site was counted but is in no plan.
     pub fn take(&mut self, layout: &Layout) -> Result<Vec<Waiting<B>>> {
         if let Some(site) = self.sites.get(layout.sites) {
             return Err(Error::shape("step record", "site", site, "one that a layer's plan has"));
@@ -369,7 +369,7 @@ impl<'a> Report<'a> {
     /// Splits a report into its head and its tables.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the report has another length.
+    /// Returns [`Error::Shape`] if the report has another length.
     pub fn new(layout: Layout, sites: &'a [CountSite], values: &'a [f64]) -> Result<Self> {
         let cells = layout.cells();
         match values.split_at_checked(REPORT_HEAD) {
@@ -438,9 +438,9 @@ impl<'a> Report<'a> {
     /// Checks whether the step counts.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] naming the first site of the first rank that contained a NaN or an infinity, or the loss, the optimizer's
-    /// scalars, or the norm; [`Error::Capacity`] if an expert layer had more rows than its buffers hold; [`Error::Shape`] for ids outside
-    /// the vocabulary.
+    /// Returns [`Error::NonFinite`] naming the first site of the first rank that contained a NaN or an infinity, or the loss, the
+    /// optimizer's scalars, or the norm, and [`Error::Capacity`] if an expert layer had more rows than its buffers hold, and
+    /// [`Error::Shape`] for ids outside the vocabulary.
     pub fn verify(&self) -> Result<()> {
         if self.head[1] == 0.0 {
             return Ok(());

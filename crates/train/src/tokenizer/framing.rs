@@ -22,7 +22,7 @@ impl Framing {
     /// The framing for `data.bos_token` and `data.eos_token`. Each value is [`AUTO`], [`NONE`], or the text of a token.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key, if the text is no token.
+    /// Returns [`Error::Config`] with the key, if the text is no token.
     pub fn of(tokenizer: &dyn Tokenizer, bos_token: &str, eos_token: &str) -> Result<Self> {
         let id = |key: &str, says: &str, own: Option<i32>| match says {
             AUTO => Ok(own),

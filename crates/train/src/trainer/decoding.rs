@@ -22,7 +22,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// Prepares the model for the continuation of texts.
     ///
     /// # Errors
-    /// An error if a step's record has not been read; errors of the backend.
+    /// Returns an error if a step's record has not been read, and passes on errors of the backend.
     pub fn decoding(&mut self) -> Result<Decoding<'_, 'a, B>> {
         self.require_settled("decoding")?;
         let RankState { context, model, activations, .. } = &mut self.rank;
@@ -49,7 +49,8 @@ impl<B: Kernels> Decoding<'_, '_, B> {
     /// at each call.
     ///
     /// # Errors
-    /// An error if an id is not in the vocabulary, or if there are more ids than the model has positions; errors of the backend.
+    /// Returns an error if an id is not in the vocabulary, or if there are more ids than the model has positions, and passes on errors of
+    /// the backend.
     pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
         let positions = self.context.config.data.seq_len;
         if ids.is_empty() || ids.len() > positions {

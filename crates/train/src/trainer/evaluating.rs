@@ -31,7 +31,7 @@ impl Evaluator {
     /// Reads the tasks of a run. The first rank reports requests that do not fit a sequence.
     ///
     /// # Errors
-    /// An error for invalid tasks, and for texts without ids.
+    /// Returns an error for invalid tasks, and for texts without ids.
     pub fn of(
         config: &Config,
         options: Options,

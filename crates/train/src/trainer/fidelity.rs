@@ -23,7 +23,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// those of the run. Every rank must call it, and all get the same values.
     ///
     /// # Errors
-    /// [`Error::Data`] for a step without a target; from the backend, the data and other ranks.
+    /// Returns [`Error::Data`] for a step without a target, and passes on errors of the backend, the data and other ranks.
     pub fn gradient(&mut self, later: u64, redraw: u64) -> Result<Vec<ParamGradient>> {
         Ok(self.gradient_seen(later, redraw, false)?.0)
     }
@@ -31,7 +31,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// The error of every quantization of the step of `gradient(0, 0)` on this rank.
     ///
     /// # Errors
-    /// As [`Trainer::gradient`].
+    /// Returns the errors of [`Trainer::gradient`].
     pub fn quantization_errors(&mut self) -> Result<Vec<SiteError>> {
         Ok(self.gradient_seen(0, 0, true)?.1)
     }
@@ -87,7 +87,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// number of their targets. Two recipes on the same weights can be compared sequence by sequence. The same on every rank.
     ///
     /// # Errors
-    /// As [`Trainer::evaluate`].
+    /// Returns the errors of [`Trainer::evaluate`].
     pub fn held_out_sequences(&mut self, batches: usize) -> Result<(Vec<f32>, u64)> {
         self.require_settled("held_out_sequences")?;
         let RankState { context, model, activations, .. } = &mut self.rank;

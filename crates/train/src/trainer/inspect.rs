@@ -70,7 +70,7 @@ impl Inspection {
     /// Writes the tensors as one safetensors file with this metadata. All tensors are F32.
     ///
     /// # Errors
-    /// The errors of the operating system.
+    /// Returns the errors of the operating system.
     pub fn write(&self, metadata: &BTreeMap<String, String>, to: &mut dyn Write) -> io::Result<()> {
         let tensors: BTreeMap<&str, _> =
             self.tensors.iter().map(|(name, ..)| name.as_str()).zip(&self.tensors).collect();
@@ -96,8 +96,9 @@ impl<B: Kernels> Trainer<'_, B> {
     /// `grad.NAME`. The loss is the mean over the tokens in nats plus the routers' losses.
     ///
     /// # Errors
-    /// [`Error::Data`] for a step without a target. An error for several micro-batches, because a step's gradients are sums over all
-    /// micro-batches, so the tensors of one micro-batch do not explain the gradients. Errors of the backend, the data and other ranks.
+    /// Returns [`Error::Data`] for a step without a target. Returns an error for several micro-batches, because a step's gradients are sums
+    /// over all micro-batches, so the tensors of one micro-batch do not explain the gradients. Passes on errors of the backend, the data
+    /// and other ranks.
     pub fn inspect(mut self, steps: u64) -> Result<Inspection> {
         let micro_batches = self.rank.context.config.train.grad_accum;
         if micro_batches != 1 {

@@ -139,7 +139,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// A trainer at the beginning of a run.
     ///
     /// # Errors
-    /// An error for a recipe or data that cannot be read, or for a batch that the recipe's blocks do not divide.
+    /// Returns an error for a recipe or data that cannot be read, or for a batch that the recipe's blocks do not divide.
     pub fn new(b: &'a B, mesh: impl Into<Mesh<'a, B>>, config: &Config) -> Result<Self> {
         let mut trainer = Self::under(b, mesh, config, checked_recipe(config)?)?.with_data()?;
         trainer.load_initial()?;
@@ -150,7 +150,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// trainer has no data, because generation needs none; `with_data` adds data.
     ///
     /// # Errors
-    /// The errors of [`Trainer::new`], except those of data.
+    /// Returns the errors of [`Trainer::new`], except those of data.
     pub fn under(b: &'a B, mesh: impl Into<Mesh<'a, B>>, config: &Config, recipe: Recipe) -> Result<Self> {
         let (mesh, recipe) = (mesh.into(), for_run(config, recipe));
         phase(format_args!("making the model"));
@@ -201,7 +201,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// Adds the configuration's data to the trainer.
     ///
     /// # Errors
-    /// An error for data that cannot be read.
+    /// Returns an error for data that cannot be read.
     pub fn with_data(self) -> Result<Self> {
         let data = Dataset::of(&self.rank.context.config)?;
         self.with(data)
@@ -247,7 +247,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// The run's data.
     ///
     /// # Errors
-    /// [`crate::Error::Config`] if the trainer has no data.
+    /// Returns [`crate::Error::Config`] if the trainer has no data.
     pub fn data(&self) -> Result<&Dataset> {
         self.rank.context.data()
     }
@@ -255,7 +255,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// The tokenizer of the run's data. If the tokenizer is unknown, the byte tokenizer.
     ///
     /// # Errors
-    /// The errors of [`Config::tokenizer`].
+    /// Returns the errors of [`Config::tokenizer`].
     pub fn tokenizer(&self) -> Result<SharedTokenizer> {
         Ok(self.rank.context.config.tokenizer()?.unwrap_or_else(|| Arc::new(Bytes)))
     }

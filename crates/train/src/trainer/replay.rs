@@ -54,7 +54,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// The record of a step whose loss begins a spike; `None` for other steps. The watchdog has not taken the step yet.
     ///
     /// # Errors
-    /// Of the data.
+    /// Returns errors of the data.
     pub(super) fn spike_of_step(&self, metrics: &Metrics, watchdog: &Watchdog) -> Result<Option<Spike>> {
         match metrics.loss.filter(|loss| watchdog.begins_spike(*loss)) {
             Some(loss) => {
@@ -68,7 +68,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// The record of a step that ends with this error; `None` unless a value of the step was not finite.
     ///
     /// # Errors
-    /// Of the data.
+    /// Returns errors of the data.
     pub(super) fn spike_of_error(&self, error: &Error, usual: Usual) -> Result<Option<Spike>> {
         let Error::Core(CoreError::NonFinite { site, step, .. }) = error else { return Ok(None) };
         let found = Spike { non_finite: Some(site.clone()), ..Spike::default() };
@@ -102,7 +102,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// The sequences of all ranks in a step, counted from 0.
     ///
     /// # Errors
-    /// Of the data.
+    /// Returns errors of the data.
     pub fn batches_of(&self, step: u64) -> Result<StepBatches> {
         self.rank.context.plan()?.of_all_ranks().step(step)
     }
@@ -112,7 +112,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// `train.quantization_every` is not 0. `None` if the batch has no target. Every rank must call this function.
     ///
     /// # Errors
-    /// From the backend, the data and other ranks. Values that are not finite are no error.
+    /// Returns errors of the backend, the data and other ranks. Values that are not finite are no error.
     pub fn try_step(&mut self, data: u64) -> Result<Option<Tried>> {
         self.require_settled("try_step")?;
         self.rank.make_buffers()?;
@@ -168,7 +168,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// The loss of each sequence in the batch of step `data` (counted from 0), in the order of the batch. On one rank only.
     ///
     /// # Errors
-    /// As [`Trainer::try_step`].
+    /// Returns the errors of [`Trainer::try_step`].
     pub fn sequences_of(&mut self, data: u64) -> Result<Vec<ScoredSequence>> {
         self.require_settled("sequences_of")?;
         let batches = self.batches_of(data)?;
@@ -193,7 +193,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// All weights: the name and the values of every parameter, in canonical order. Every rank must call this function.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// Returns errors of the backend and other ranks.
     pub fn weights(&mut self) -> Result<Vec<(String, Vec<f32>)>> {
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
         let params = self.rank.model.params().into_iter();
@@ -203,7 +203,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Replaces all weights by those of a trainer of the same model, and the position in the run by that trainer's. On one rank only.
     ///
     /// # Errors
-    /// An error for other parameters than those of the model; from the backend.
+    /// Returns an error for other parameters than those of the model, and passes on errors of the backend.
     pub fn set_weights(&mut self, weights: &[(String, Vec<f32>)], step: u64) -> Result<()> {
         self.require_settled("set_weights")?;
         let b = self.rank.context.b;
@@ -226,7 +226,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Where a training sequence lies in the run's data: the source, and the number of its first token there.
     ///
     /// # Errors
-    /// If the trainer has no data.
+    /// Returns an error if the trainer has no data.
     pub fn place_of(&self, cursor: u64) -> Result<(String, u64)> {
         let (source, token) = self.data()?.place(cursor);
         Ok((source.map_or_else(|| self.config().data.described(), str::to_owned), token))
@@ -235,7 +235,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Checks that the trainer's data are those of this hash.
     ///
     /// # Errors
-    /// [`Error::Data`] if they are others.
+    /// Returns [`Error::Data`] if the trainer has other data.
     pub fn require_data(&self, sha256: &str) -> Result<()> {
         if self.data()?.sha256() == sha256 {
             return Ok(());

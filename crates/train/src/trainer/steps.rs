@@ -16,7 +16,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Takes one optimizer step, and returns the step's metrics.
     ///
     /// # Errors
-    /// The errors of [`Trainer::issue_step`] and [`Trainer::settle`].
+    /// Returns the errors of [`Trainer::issue_step`] and [`Trainer::settle`].
     pub fn train_step(&mut self) -> Result<Metrics> {
         self.issue(Issue::Replayed)?;
         self.settle_all()
@@ -25,7 +25,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Takes one optimizer step op by op, even if steps are recorded and replayed.
     ///
     /// # Errors
-    /// The errors of [`Trainer::train_step`].
+    /// Returns the errors of [`Trainer::train_step`].
     pub fn eager_step(&mut self) -> Result<Metrics> {
         self.issue(Issue::Eager)?;
         self.settle_all()
@@ -45,7 +45,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// issued. A step whose gradients are not finite changes no weight, and neither does any later step.
     ///
     /// # Errors
-    /// Errors of the backend, the data, or other ranks; an error if the records of two steps have not been read.
+    /// Passes on errors of the backend, the data, or other ranks, and returns an error if the records of two steps have not been read.
     pub fn issue_step(&mut self) -> Result<()> {
         self.issue(Issue::Replayed)
     }
@@ -128,10 +128,10 @@ impl<B: Kernels> Trainer<'_, B> {
     /// same steps.
     ///
     /// # Errors
-    /// The error of a rank that has failed since the step was issued; the record is then discarded. [`nibble_core::Error::NonFinite`]
-    /// naming the step and the first tensor, on any rank, that is not finite; no weight has changed since then.
-    /// [`nibble_core::Error::Capacity`] if an expert layer on one rank had more rows than its buffers hold. The errors of
-    /// [`Trainer::issue_step`] for a retry, and of a checkpoint in progress, which a failed or retried step completes.
+    /// Returns the error of a rank that has failed since the step was issued; the record is then discarded. Returns
+    /// [`nibble_core::Error::NonFinite`] naming the step and the first tensor, on any rank, that is not finite; no weight has changed since
+    /// then. Returns [`nibble_core::Error::Capacity`] if an expert layer on one rank had more rows than its buffers hold. Returns the
+    /// errors of [`Trainer::issue_step`] for a retry, and of a checkpoint in progress, which a failed or retried step completes.
     pub fn settle(&mut self) -> Result<Option<Metrics>> {
         let Some(Issued { step, report, how, lr, counted, started, waited, issuing }) =
             self.issued.pop_front()

@@ -48,7 +48,7 @@ impl<'a, B: Backend> Clock<'a, B> {
     /// A clock with windows of `window` seconds.
     ///
     /// # Errors
-    /// The backend's errors.
+    /// Returns the backend's errors.
     pub fn new(b: &'a B, comm: &'a dyn Comm<B>, window: f64) -> Result<Self> {
         Ok(Self { b, comm, window, marker: b.zeros(1)? })
     }
@@ -61,7 +61,7 @@ impl<'a, B: Backend> Clock<'a, B> {
     /// Times a call; all ranks make the same number of calls. The call's memory comes from an arena, as in a training step.
     ///
     /// # Errors
-    /// The errors of the call, of the backend and of other ranks.
+    /// Returns the errors of the call, of the backend and of other ranks.
     pub fn time(&self, mut call: impl FnMut() -> Result<()>) -> Result<Times> {
         let arena = self.b.arena("exchange")?;
         // `window` returns the seconds per call.

@@ -133,7 +133,7 @@ impl Trip {
     /// All trips, BF16 forward first.
     ///
     /// # Errors
-    /// If a built-in recipe is missing.
+    /// Returns an error if a built-in recipe is missing.
     pub fn all() -> Result<Vec<Self>> {
         use Way::{Combine, Dispatch, DispatchBackward};
         let of = |way, format, recipe: &str, site| {
@@ -202,7 +202,7 @@ impl<'a, B: Kernels> Planned<'a, B> {
     /// Plans an exchange with exactly the capacity that the fullest rank needs. All ranks must call it together.
     ///
     /// # Errors
-    /// The errors of the backend and of other ranks.
+    /// Returns the errors of the backend and of other ranks.
     pub fn new(b: &'a B, mesh: Mesh<'a, B>, recipe: &'a Recipe, size: Size) -> Result<Self> {
         let rank = mesh.ep.rank();
         let shards = Shards::new(b, 1, size.rows, rank)?;
@@ -216,7 +216,7 @@ impl<'a, B: Kernels> Planned<'a, B> {
     /// The input rows of a rank: normal numbers.
     ///
     /// # Errors
-    /// The backend's errors.
+    /// Returns the backend's errors.
     pub fn tokens(b: &B, size: Size, rank: usize) -> Result<Tensor<B>> {
         let stream = Stream::new(3, Purpose::Init, rank as u32, 0);
         let x = InitNormal { stream, first: 0, rows: size.rows, cols: size.cols, std: 1.0 }.run(b)?;
@@ -247,7 +247,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
     /// Runs the trip once to produce the input of each stage. All ranks must call it together.
     ///
     /// # Errors
-    /// The errors of the backend and of other ranks.
+    /// Returns the errors of the backend and of other ranks.
     pub fn new(planned: &'p Planned<'a, B>, trip: &'p Trip) -> Result<Self> {
         let Planned { cx, plan, size } = planned;
         let tokens = Planned::tokens(cx.b, *size, cx.mesh.ep.rank())?;
@@ -269,7 +269,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
     /// Runs a stage once. All ranks must call it together.
     ///
     /// # Errors
-    /// The errors of the backend and of other ranks.
+    /// Returns the errors of the backend and of other ranks.
     pub fn run(&self, stage: Stage) -> Result<()> {
         match stage {
             Stage::Pack => self.pack().map(drop),

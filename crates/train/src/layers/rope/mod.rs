@@ -11,7 +11,7 @@ use std::f64::consts::PI;
 /// [amplitude](Rope::amplitude). Each value is rounded once.
 ///
 /// # Errors
-/// Errors of the backend.
+/// Passes on errors of the backend.
 pub fn rope_table<B: Kernels>(b: &B, positions: usize, rope: Rope) -> Result<Tensor<B>> {
     let (frequencies, amplitude) = (rope.frequencies(), rope.amplitude());
     let mut values = Vec::with_capacity(positions * rope.dim);

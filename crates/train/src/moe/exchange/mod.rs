@@ -214,7 +214,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// Computes the destination of every (token, slot).
     ///
     /// # Errors
-    /// An error for a tree over a number of ranks that is not a power of two; errors of the backend and of other ranks.
+    /// Returns an error for a tree over a number of ranks that is not a power of two, and passes on errors of the backend and of other
+    /// ranks.
     pub fn plan(&self, routing: &Routing<B>, align: usize) -> Result<ExchangePlan<B>> {
         Ok(self.plan_beside(routing, align, |_| Ok(()))?.0)
     }
@@ -223,7 +224,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// this rank sends, and runs during the transfer of the row counts.
     ///
     /// # Errors
-    /// Errors of [`Exchange::plan`], and of the other work.
+    /// Passes on errors of [`Exchange::plan`], and of the other work.
     pub fn plan_beside<T>(
         &self,
         routing: &Routing<B>,
@@ -373,7 +374,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// them into records. `sending` is [`ExchangePlan::sending`], or the value that [`Exchange::plan_beside`] passes to its other work.
     ///
     /// # Errors
-    /// Errors of the backend.
+    /// Passes on errors of the backend.
     pub fn outgoing(
         &self,
         sending: Option<&Sending<B>>,
@@ -401,7 +402,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// Sends each token's row to the ranks of its experts, and sorts the received rows by expert: `[t, d] → [r, d]`.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Passes on errors of the backend and of other ranks.
     pub fn dispatch(&self, plan: &ExchangePlan<B>, rows_td: &Operand<B>) -> Result<Operand<B>> {
         self.deliver(plan, self.packed(plan.sending(), rows_td.clone())?)
     }
@@ -409,7 +410,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// [`Exchange::dispatch`] of rows that [`Exchange::outgoing`] has converted.
     ///
     /// # Errors
-    /// Errors of [`Exchange::dispatch`]; [`Error::Defect`] for records of another plan.
+    /// Passes on errors of [`Exchange::dispatch`], and returns [`Error::Defect`] for records of another plan.
     pub fn deliver(&self, plan: &ExchangePlan<B>, rows: Outgoing<B>) -> Result<Operand<B>> {
         let (b, map) = (self.cx.b, &plan.map);
         match (&plan.wire, rows) {
@@ -440,7 +441,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// in one call.
     ///
     /// # Errors
-    /// Errors of [`Exchange::begin_combine`] and of [`Exchange::finish_combine`].
+    /// Passes on errors of [`Exchange::begin_combine`] and of [`Exchange::finish_combine`].
     pub fn combine(
         &self,
         plan: &ExchangePlan<B>,
@@ -454,7 +455,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// transfer. On one rank no rows are sent.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for block-scaled rows with a tree; errors of the backend and of other ranks.
+    /// Returns [`Error::Unsupported`] for block-scaled rows with a tree, and passes on errors of the backend and of other ranks.
     pub fn begin_combine(
         &self,
         plan: &ExchangePlan<B>,
@@ -491,7 +492,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// dequantized to the type of the activations, also on one rank, so that the sums are the same on every mesh.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Passes on errors of the backend and of other ranks.
     pub fn finish_combine(
         &self,
         plan: &ExchangePlan<B>,
@@ -518,7 +519,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// Starts to send one number per row back to the row's (token, slot): `[r] → [t·k]`. On one rank no numbers are sent.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Passes on errors of the backend and of other ranks.
     pub fn begin_return_scalars(
         &self,
         plan: &ExchangePlan<B>,

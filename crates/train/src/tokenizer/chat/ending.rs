@@ -21,7 +21,7 @@ impl ChatTemplate {
     /// unknown.
     ///
     /// # Errors
-    /// The errors of the tokenizer.
+    /// Returns the errors of the tokenizer.
     pub fn ends_of_answers(&self, tokenizer: &dyn Tokenizer) -> Result<Option<Vec<i32>>> {
         let mut ends = Vec::new();
         for (number, tried) in TRIED.into_iter().enumerate() {

@@ -55,7 +55,7 @@ impl<B: Backend> Pool<B> {
     /// Allocates one more piece. Returns false if the number of pieces has reached the limit that `limit` returns.
     ///
     /// # Errors
-    /// The backend's error if the host has no memory.
+    /// Returns the backend's error if the host has no memory.
     pub fn make(&self) -> Result<bool> {
         {
             let mut state = self.state();
@@ -83,7 +83,7 @@ impl<B: Backend> Pool<B> {
     /// Returns a free piece: a new piece, or a piece that has been returned to the pool.
     ///
     /// # Errors
-    /// An error if the host has no memory for the required pieces.
+    /// Returns an error if the host has no memory for the required pieces.
     fn take(self: &Arc<Self>) -> Result<Piece<B>> {
         loop {
             let mut state = self.state();
@@ -128,7 +128,7 @@ impl<B: Backend> Piece<B> {
     /// Takes a piece from the pool.
     ///
     /// # Errors
-    /// An error if the host has no memory for the piece.
+    /// Returns an error if the host has no memory for the piece.
     pub fn of(pool: &Arc<Pool<B>>) -> Result<Self> {
         pool.take()
     }

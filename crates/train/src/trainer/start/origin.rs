@@ -33,8 +33,8 @@ impl Origin {
     /// Finds the start of a run. The requested configuration is compared with the checkpoint's configuration before any other check.
     ///
     /// # Errors
-    /// An error for a recipe that cannot be read, a directory without a run, a run whose checkpoints are all damaged, or a configuration
-    /// that differs from the run's configuration.
+    /// Returns an error for a recipe that cannot be read, a directory without a run, a run whose checkpoints are all damaged, or a
+    /// configuration that differs from the run's configuration.
     pub fn find<B: Kernels>(
         b: &B,
         comm: &dyn Comm<B>,
@@ -76,7 +76,7 @@ impl Origin {
     /// Breaks with the summary of a finished run, which has completed every step and the final evaluation.
     ///
     /// # Errors
-    /// An error if the run's metrics cannot be read; errors of other ranks.
+    /// Returns an error if the run's metrics cannot be read, and passes on errors of other ranks.
     pub fn finished<B: Kernels>(
         &self,
         b: &B,

@@ -82,7 +82,8 @@ const STORED_KEYS: &str = "\
 /// comes from the newest complete checkpoint, and a note says so.
 ///
 /// # Errors
-/// [`Error::Config`] naming the file, if neither the file nor a checkpoint has the configuration; the errors of [`Config::from_text`].
+/// Returns [`Error::Config`] naming the file, if neither the file nor a checkpoint has the configuration, and passes on the errors of
+/// [`Config::from_text`].
 pub fn stored_config(dir: &Path, overrides: &[String]) -> Result<(Config, Option<String>)> {
     let file = dir.join(CONFIG_FILE);
     let why = match read_text(&file) {
@@ -135,7 +136,7 @@ pub fn is_of_a_run(path: &Path) -> bool {
 /// Checks that a new run would replace nothing in a directory that the user named.
 ///
 /// # Errors
-/// [`Error::Config`] for the key `run.dir`, naming the existing file.
+/// Returns [`Error::Config`] for the key `run.dir`, naming the existing file.
 pub fn require_free(dir: &Path) -> Result<()> {
     let Some(taken) = taken(dir) else { return Ok(()) };
     let why = match has_begun(dir) {
@@ -157,7 +158,8 @@ pub fn require_free(dir: &Path) -> Result<()> {
 /// begun in this directory and in its numbered siblings are considered: the only run, or the latest run with this configuration.
 ///
 /// # Errors
-/// An error if the directories cannot be listed; [`Error::Config`] naming the runs if there are several, and none has this configuration.
+/// Returns an error if the directories cannot be listed, and [`Error::Config`] naming the runs if there are several, and none has this
+/// configuration.
 pub fn latest(config: &Config, named_by_user: bool) -> Result<PathBuf> {
     let dir = PathBuf::from(&config.run.dir);
     if named_by_user {
@@ -214,7 +216,7 @@ fn begun(dir: &Path) -> Result<Vec<PathBuf>> {
 /// the same directory, only one of them gets it.
 ///
 /// # Errors
-/// The errors of [`require_free`]; [`Error::Io`].
+/// Returns the errors of [`require_free`], and [`Error::Io`] if a call of the operating system fails.
 pub(in crate::trainer) fn claim(dir: &Path, named_by_user: bool) -> Result<(PathBuf, Store)> {
     if named_by_user {
         require_free(dir)?;
