@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The files of a model's folder other than tensors. A run copies these files for its exports.
+/// The files in a model's folder other than the files of tensors. A run copies these files, so that its exports contain them.
 pub const COMPANIONS: [&str; 9] = [
     TOKENIZER_FILE,
     SETTINGS_FILE,
@@ -48,8 +48,8 @@ pub struct Pretrained {
 }
 
 impl Pretrained {
-    /// Reads the description of a folder's model. Tensors are not read, except an output head that `config.json` ties to the embedding. If
-    /// the head and the embedding differ, the model keeps both, as in `transformers`.
+    /// Reads the description of a folder's model. Tensors are not read, with one exception: an output head that `config.json` ties to the
+    /// embedding. If the values of the head and the embedding differ, the model keeps both tensors, as `transformers` does.
     ///
     /// # Errors
     /// Returns [`Error::Io`] if there is no `config.json`, [`Error::Config`] naming an unsupported value, and [`Error::Checkpoint`] for a
@@ -92,7 +92,7 @@ impl Pretrained {
         Tensors::of_folder(&self.path)
     }
 
-    /// The tensors of this model in the folder, and the parameter rows in each tensor.
+    /// The tensors of this model in the folder, each with the parameter rows that the tensor contains.
     #[must_use]
     pub fn named(&self) -> Vec<Named> {
         self.family.tensors(&ModelSpec::new(&self.model))
@@ -245,7 +245,8 @@ pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
     }
 }
 
-/// The folder of the companion files for `train.init_from`. For a run's checkpoint, this is the folder of the run's copies.
+/// The folder with the companion files for `train.init_from`. If `train.init_from` is a run's checkpoint, this is the folder of the run's
+/// copies.
 #[must_use]
 pub fn companions_of(from: &Path) -> PathBuf {
     match from.parent().and_then(Path::parent).filter(|_| from.join(STATE_FILE).exists()) {
@@ -254,8 +255,8 @@ pub fn companions_of(from: &Path) -> PathBuf {
     }
 }
 
-/// The end-of-text tokens of a folder: `eos_token_id` (an id or a list) of its `generation_config.json`. If there is no such file,
-/// `eos_token_id` of `config.json`.
+/// The ids of the tokens that end a text: `eos_token_id` (an id or a list) in the folder's `generation_config.json`. If there is no such
+/// file, the ids are those of `eos_token_id` in `config.json`.
 ///
 /// # Errors
 /// Returns [`Error::Io`], and [`Error::Config`] naming the file, for an invalid value.
@@ -309,7 +310,7 @@ pub(crate) fn ends_of(json: &Value) -> Result<Vec<i32>, String> {
     Ok(ends)
 }
 
-/// Copies the companion files that exist in a folder.
+/// Copies the companion files that exist in the folder `from` to the folder `to`.
 ///
 /// # Errors
 /// Returns [`Error::Io`] if a call of the operating system fails.

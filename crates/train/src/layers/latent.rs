@@ -21,7 +21,7 @@ use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
 pub struct LatentUp<B: Kernels> {
     /// The norm of the latent.
     pub norm: Norm<B>,
-    /// The projection to all heads.
+    /// The projection from the latent to all heads.
     pub up: Linear<B>,
 }
 
@@ -98,7 +98,7 @@ pub struct Latent<B: Kernels> {
     pub name: String,
     /// The layer's sizes.
     pub shape: LatentShape,
-    /// The factor of the scores.
+    /// The factor by which attention scores are multiplied.
     pub scale: f32,
     /// The projection `[p, d]` to the latent of queries, or `[h·(n + r), d]` directly to the queries.
     pub q: Linear<B>,
@@ -108,12 +108,12 @@ pub struct Latent<B: Kernels> {
     pub kv: Linear<B>,
     /// The projection `[r, d]` to the key that all heads share.
     pub k_rope: Linear<B>,
-    /// The projection `[h·(n + u), c]` from the latent of keys and values. For each head, the projection has n rows for the key, then u
+    /// The projection `[h·(n + u), c]` from the latent of keys and values. For each head, the weight has n rows for the key, followed by u
     /// rows for the value.
     pub kv_up: LatentUp<B>,
     /// The output projection, `[d, h·u]`.
     pub o: Linear<B>,
-    /// The table `[positions, r]` of [`rope_table`](super::rope_table). All layers share this table.
+    /// The RoPE table `[positions, r]`, computed by [`rope_table`](super::rope_table). All layers share this table.
     pub rope: Tensor<B>,
     /// Whether to save normalized latents in the form that their projections read, instead of recomputing them in the backward pass.
     pub keep_normed: bool,
@@ -346,7 +346,7 @@ impl<B: Kernels> Latent<B> {
     }
 
     /// A cache of each head's keys and values: h·(n + r + u) values per token. A cache of the latent and the shared key would take only c +
-    /// r values per token, but would have to be projected up again for every generated token.
+    /// r values per token, but each generated token would require projecting all cached latents to all heads again.
     pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
         let LatentShape { heads: kv_heads, value_dim, window, .. } = self.shape;
         let (head_dim, scale) = (self.shape.head_dim(), self.scale);

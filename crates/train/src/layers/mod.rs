@@ -36,7 +36,8 @@ use crate::recompute::Scope;
 use nibble_core::{Kernels, Result, Tensor};
 
 /// A layer. `forward` returns the output and the activations that `backward` needs. `backward` consumes these activations, adds the
-/// gradients of the layer's parameters and returns the gradient of the input. Code that uses a `Saved` twice does not compile.
+/// gradients of the layer's parameters and returns the gradient of the input. `backward` takes ownership of its `Saved`, so code that uses
+/// a `Saved` twice does not compile.
 ///
 /// The embedding and the head do not implement this trait; they have methods of the same names with other arguments.
 pub trait Layer<B: Kernels> {

@@ -30,7 +30,8 @@ pub const EVENTS_PREFIX: &str = "events.out.tfevents.";
 const START: u64 = 1;
 
 impl EventLog {
-    /// Creates a new file in the directory for a run that has completed `step` steps. A new run removes older files.
+    /// Creates a new file in the directory for a run that has completed `step` steps. A new run removes the older event files in the
+    /// directory.
     ///
     /// # Errors
     /// Returns [`Error::Io`] if a call of the operating system fails.

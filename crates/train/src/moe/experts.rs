@@ -18,14 +18,14 @@ use std::sync::Arc;
 pub struct Experts<B: Kernels> {
     /// The layer's name, for example `model.layers.3.mlp.experts`.
     pub name: String,
-    /// The gate and up projections, `[l · 2f, d]`; each expert's gate rows come before its up rows.
+    /// The gate and up projections of the l experts on this rank, `[l · 2f, d]`; each expert's gate rows precede its up rows.
     pub gate_up: Param<B>,
-    /// The down projections: `[l · d, f]`.
+    /// The down projections of the l experts on this rank, `[l · d, f]`.
     pub down: Param<B>,
-    /// Whether to save the second product's input, if the recipe does not decide this. The input is saved, instead of recomputed from h,
-    /// only if the forward pass has exactly the bits that wgrad reads.
+    /// Whether to save the input of the down projection, if the recipe does not decide this. The input is saved only if the forward pass
+    /// already has exactly the bits that wgrad reads; otherwise the input is recomputed from h.
     pub keep_a: bool,
-    /// Whether to save the first product's output, instead of recomputing it from the experts' input.
+    /// Whether to save h, the output of the gate and up projections, instead of recomputing h from the experts' input.
     pub keep_h: bool,
 }
 
@@ -42,7 +42,7 @@ pub struct ExpertsSaved<B: Kernels> {
     pub a: Option<Operand<B>>,
 }
 
-/// The gradients of rows and gate weights, and the operands that the rest of the backward pass needs.
+/// The results of dgrad: the gradients of rows and gate weights, and the operands that the rest of the backward pass needs.
 #[derive(Debug)]
 pub struct ExpertsDgrad<B: Kernels> {
     /// The gradient dx of the expert-sorted rows: `[r, d]`.
@@ -53,7 +53,7 @@ pub struct ExpertsDgrad<B: Kernels> {
     pub wgrad: WgradOperands<B>,
 }
 
-/// The operands of the gradients of both weights.
+/// The operands of the wgrad GEMMs of both weights.
 #[derive(Debug)]
 pub struct WgradOperands<B: Kernels> {
     dy: Operand<B>,
@@ -95,7 +95,7 @@ impl<B: Kernels> Experts<B> {
         [&self.gate_up, &self.down].map(|weight| weight.for_products(&plan.weights, &weight.name)).into()
     }
 
-    /// Makes the copies of the weights for this step.
+    /// Creates the copies of the weights that this step's GEMMs read.
     ///
     /// # Errors
     /// Passes on errors of the backend and of other ranks.
@@ -108,7 +108,7 @@ impl<B: Kernels> Experts<B> {
         vec![&mut self.gate_up, &mut self.down]
     }
 
-    /// The layer's plan at the current step.
+    /// The layer's precision plan at the current step.
     pub fn plan(&self, cx: &Cx<'_, B>) -> Arc<LayerPlan> {
         cx.plan_keeping(&Layer::new(LayerKind::Expert, &self.name), self.keep_a)
     }
@@ -123,7 +123,7 @@ impl<B: Kernels> Experts<B> {
         LayerName { layer: &self.name, linear: &self.down.name }
     }
 
-    /// The forward pass on received, expert-sorted rows.
+    /// Runs the forward pass on token rows that were received from their ranks and sorted by expert.
     ///
     /// # Errors
     /// Passes on errors of the backend.
@@ -213,7 +213,7 @@ impl<B: Kernels> Experts<B> {
         Ok((dx, dgate))
     }
 
-    /// The backward pass without the gradients of weights. `dgrad` runs before `wgrad`, because other ranks wait for dx.
+    /// Runs the backward pass without the gradients of weights. Callers run `dgrad` before `wgrad`, because other ranks wait for dx.
     ///
     /// # Errors
     /// Returns [`Error::Defect`] if the input is missing, and passes on errors of the backend.

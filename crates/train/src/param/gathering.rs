@@ -23,7 +23,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 /// messages are sent one after the other.
 const UNDER_WAY: usize = 2;
 
-/// A weight, and the form in which passes read it: [`Param::as_it_is`], [`Param::for_products`].
+/// A weight that passes need, and the form in which passes read it: [`Param::as_it_is`] or [`Param::for_products`].
 #[derive(Debug)]
 pub struct Wanted<'a, B: Kernels> {
     pub(super) param: &'a Param<B>,
@@ -41,9 +41,9 @@ pub(super) enum Copies {
 /// The copies of a weight for GEMMs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ProductCopies {
-    /// The plan of the copies.
+    /// The plan of the copies of the weight.
     pub plan: WeightPlan,
-    /// Hash of the linear layer's name. The hash seeds a transform's signs.
+    /// Hash of the linear layer's name. The hash seeds the random signs of the layer's Hadamard transforms.
     pub linear: u32,
 }
 
@@ -61,7 +61,8 @@ impl ProductCopies {
     }
 }
 
-/// The copies of weights for which passes wait, in groups, in the order in which the groups are finished. All ranks have the same groups.
+/// The copies of weights that are being gathered from all ranks, in groups, in the order in which the groups are finished. All ranks have
+/// the same groups.
 ///
 /// When a gathering begins, each rank converts its own rows, in the order of the weights.
 #[derive(Debug)]
@@ -148,7 +149,7 @@ impl<B: Kernels> Wanted<'_, B> {
 }
 
 impl<B: Kernels> Gathering<B> {
-    /// Converts this rank's own rows, and sends the rows of the first groups.
+    /// Converts the rows that this rank stores, and sends the converted rows of the first groups.
     ///
     /// # Errors
     /// Returns the errors of the backend and other ranks.

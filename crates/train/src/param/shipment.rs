@@ -59,8 +59,8 @@ enum Form {
 }
 
 impl<B: Kernels> Shipment<B> {
-    /// Sends this rank's rows in one message to each rank. A single plain weight is received directly at its final place. If a backward
-    /// pass follows, the transposes of quantized weights are sent too.
+    /// Sends this rank's rows in one message to each rank. A single plain weight is received directly at its final place. If `training` is
+    /// true, a backward pass follows, so the transposes of quantized weights are sent too.
     ///
     /// # Errors
     /// Returns the errors of the backend and other ranks.
@@ -106,7 +106,7 @@ impl<B: Kernels> Shipment<B> {
         Ok(Self { transfer, weights })
     }
 
-    /// Waits for all rows of each weight. Returns the weights in the order in which they were sent.
+    /// Waits until all rows of each weight have arrived. Returns the weights in the order in which they were sent.
     ///
     /// # Errors
     /// Returns the errors of the backend and other ranks.

@@ -49,18 +49,18 @@ use std::collections::BTreeMap;
 pub struct Gpu {
     /// The GPU's product name.
     pub name: &'static str,
-    /// Number of bytes that the GPU's driver gives a process.
+    /// Number of bytes of GPU memory that the driver makes available to a process.
     pub bytes: usize,
 }
 
-/// Hopper GPUs, smallest first, with the memory that remains after the driver and ECC.
+/// Hopper GPUs, smallest first, each with the memory that the driver and ECC leave.
 pub const GPUS: [Gpu; 3] = [
     Gpu { name: "H100 (80 GB)", bytes: 79 << 30 },
     Gpu { name: "H100 NVL or GH200 (94 to 96 GB)", bytes: 93 << 30 },
     Gpu { name: "H200 (141 GB)", bytes: 139 << 30 },
 ];
 
-/// The memory of a run on one rank.
+/// The predicted memory of a run on one rank.
 #[derive(Debug, Clone)]
 pub struct Prediction {
     /// The kind of the rank's device.
@@ -70,11 +70,11 @@ pub struct Prediction {
     /// Number of ranks per host. These ranks share the host's memory if they compute on the CPU. Unless known otherwise, this is the number
     /// of all ranks.
     pub host_ranks: usize,
-    /// The predicted rank. [`predict`] takes the first of the ranks with the most memory.
+    /// The predicted rank. The rank to which the prediction applies; [`predict`] takes the first of the ranks with the most memory.
     pub rank: usize,
-    /// The largest size of each of the rank's arenas.
+    /// The peak size of each arena of the rank.
     pub memory: RunMemory,
-    /// Number of bytes of a rank outside arenas: inputs, sums, reports, and with several ranks the gathered pieces of a checkpoint.
+    /// Number of bytes of a rank outside its arenas: inputs, sums, reports, and with several ranks the gathered pieces of a checkpoint.
     pub beside_bytes: usize,
     /// The saved activations of a forward pass.
     pub ledger: Ledger,
@@ -83,7 +83,7 @@ pub struct Prediction {
 }
 
 impl Prediction {
-    /// Number of bytes of each part on one rank.
+    /// The parts of a rank's predicted memory, each with its name and number of bytes.
     pub fn parts(&self) -> [(&'static str, usize); 5] {
         let [weights, gradients, moments, activations] =
             self.memory.arenas().map(|(name, stats)| (name, stats.total_bytes.unwrap_or(stats.peak_bytes)));
@@ -100,7 +100,8 @@ impl Prediction {
         }
     }
 
-    /// Number of bytes per device. A GPU has one rank. A host has all of its ranks; each is counted like this rank.
+    /// Number of bytes per device. A GPU has one rank. A CPU host has all of its ranks, and each of these ranks is assumed to need as much
+    /// memory as this rank.
     pub fn device_bytes(&self) -> usize {
         let rank: usize = self.parts().iter().map(|(_, bytes)| bytes).sum();
         rank * self.ranks_of_a_device() + self.allowance().1
@@ -133,8 +134,8 @@ pub fn predict(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Reci
     predict_rank(kind, mesh, largest_rank(mesh, config)?, config, recipe)
 }
 
-/// Like [`predict`], but with balanced routing: each rank receives its share of the rows instead of its capacity. `None` if no rows are
-/// exchanged, or if the capacity is no larger than the share.
+/// Like [`predict`], but assumes balanced routing: each rank receives an equal share of the token rows instead of as many rows as its
+/// capacity. `None` if no rows are exchanged, or if the capacity is no larger than this share.
 ///
 /// # Errors
 /// Returns the errors of [`predict`].
@@ -170,7 +171,7 @@ pub fn predict_rank(
     rehearsed(kind, mesh, rank, config, recipe, |rank| rank.rehearse())
 }
 
-/// Number of bytes that a rank sends in a step with balanced routing, by collective. Empty for a single rank.
+/// Number of bytes that a rank sends in a step with balanced routing, separately for each kind of collective. Empty for a single rank.
 ///
 /// # Errors
 /// Returns the errors of [`predict_rank`].
@@ -190,8 +191,8 @@ fn predict_state(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Re
     rehearsed(kind, mesh, rank, config, recipe, |_| Ok(Ledger::default()))
 }
 
-/// Groups of ranks, in the order of their first ranks. The ranks of a group keep equally many rows of every parameter, so they need the
-/// same memory.
+/// Groups the ranks that need the same memory; the groups are in the order of their first ranks. The ranks of a group keep equally many
+/// rows of every parameter, so they need the same memory.
 ///
 /// # Errors
 /// Returns [`Error::Config`] for sizes that overflow.
@@ -240,7 +241,7 @@ fn kept_values(mesh: MeshShape, rank: usize, slices: &[(Slices, bool)]) -> impl 
 }
 
 /// The ops of one step on one rank, in order, with the bytes and flops of each op. Recomputation in the backward pass is included; copies
-/// and fills are no ops. Steps are counted from 0. Another step may have other precisions.
+/// and fills do not count as ops. Steps are counted from 0. Steps with different numbers may have different precisions.
 ///
 /// # Errors
 /// Returns the errors of [`predict`].
@@ -254,15 +255,16 @@ pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u6
 /// GEMMs and attention that a GPU runs on CUDA cores, which are many times slower than tensor cores.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OffTensorCores {
-    /// The reason: formats that tensor cores do not support, or a size.
+    /// The reason: tensor cores do not support the formats, or do not support a size.
     pub why: String,
     /// The distinct ops that run on CUDA cores for this reason.
     pub ops: Vec<&'static str>,
-    /// The fraction of these ops in the flops of all GEMMs and attention of a run.
+    /// The share of these ops in the flops of all GEMMs and attention of a run.
     pub share: f64,
 }
 
-/// The work of a run that a GPU would run on CUDA cores: in a step at every point at which precisions change, and in an evaluation.
+/// Finds the work of a run that a GPU would do on CUDA cores. The search covers a step at every point at which precisions change, and an
+/// evaluation.
 ///
 /// # Errors
 /// Returns the errors of [`predict`].

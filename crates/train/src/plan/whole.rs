@@ -8,7 +8,8 @@ use crate::error::Result;
 use crate::recompute::Recompute;
 use nibble_core::{DeviceKind, MeshShape};
 
-/// The recipes to try. The baseline is first; each later recipe saves smaller activations. A new recipe is a new name in this list.
+/// The recipes to try. The first recipe is the baseline; each later recipe saves smaller activations than the recipe before it. A new
+/// recipe is a new name in this list.
 pub const RECIPES: [&str; 3] = ["bf16", "fp8-flow", "mxfp4-hopper"];
 
 /// Settings for a trial.
@@ -16,7 +17,7 @@ pub const RECIPES: [&str; 3] = ["bf16", "fp8-flow", "mxfp4-hopper"];
 pub struct Trial {
     /// The recipe, one of [`RECIPES`].
     pub recipe: &'static str,
-    /// What is recomputed, in canonical order.
+    /// What the trial recomputes, in canonical order.
     pub recompute: Recompute,
 }
 
@@ -57,8 +58,8 @@ pub enum Fit {
     StateTooLarge(usize),
 }
 
-/// The first trial that fits this GPU. If masters, moments and gradients alone are too large, no trial is made, so that the answer is
-/// immediate for a model of any size.
+/// Finds the first trial whose memory fits this GPU. If masters, moments and gradients alone exceed the GPU's memory, no trial is
+/// evaluated, so that the answer is immediate for a model of any size.
 ///
 /// # Errors
 /// Returns the errors of [`Trial::bytes`].

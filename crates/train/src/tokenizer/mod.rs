@@ -229,7 +229,7 @@ fn without_merges(vocab: impl Iterator<Item = char>, pre_tokenizer: &Value, deco
 }
 
 /// The matching `tokenizer_config.json`, which makes `AutoTokenizer` of Hugging Face's `transformers` use `tokenizer.json` unchanged.
-/// Without this file the model's type decides: Qwen's tokenizer class normalizes texts (NFC), and Llama's adds BOS.
+/// Without this file, the model's type determines the tokenizer class: Qwen's class normalizes texts (NFC), and Llama's class adds BOS.
 #[must_use]
 pub fn transformers_tokenizer() -> String {
     let config = json!({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": false,

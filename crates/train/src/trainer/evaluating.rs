@@ -28,7 +28,7 @@ pub(super) struct Evaluator {
 }
 
 impl Evaluator {
-    /// Reads the tasks of a run. The first rank reports requests that do not fit a sequence.
+    /// Reads the tasks of a run. The first rank reports requests that are longer than a sequence.
     ///
     /// # Errors
     /// Returns an error for invalid tasks, and for texts without ids.

@@ -86,14 +86,14 @@ fn as_floats(numbers: &[i32]) -> Vec<f32> {
 }
 
 impl<B: Kernels> Trainer<'_, B> {
-    /// Runs forward and backward of the next step's only micro-batch, without the optimizer. All tensors come from the step's own pass,
-    /// with the step's shards. The trainer is consumed. Every rank returns the tensors of all ranks, with the same bits as one rank: rows
-    /// are in token order, and experts are ordered by index.
+    /// Runs the forward and backward passes of the next step's only micro-batch, without the optimizer. All tensors come from the step's
+    /// own pass, with the step's shards. The trainer is consumed. Every rank returns the tensors of all ranks, with the same bits as one
+    /// rank: rows are in token order, and experts are ordered by index.
     ///
-    /// The tensors are: `ids`, `targets` `[sequences, seq_len]`, and `starts` if documents are separated; `ids.K` and `targets.K` of the
-    /// K-th following step, for `steps` steps in total, so that another implementation can train on the same tokens; `experts.LAYER` and
-    /// `gates.LAYER` `[t, k]` of layers with experts; `logits` `[t, v]`; each weight under its checkpoint's name, and its gradient under
-    /// `grad.NAME`. The loss is the mean over the tokens in nats plus the routers' losses.
+    /// The tensors are `ids` and `targets` `[sequences, seq_len]`, and `starts` if documents are separated. `ids.K` and `targets.K` belong
+    /// to the K-th following step, for `steps` steps in total, so that another implementation can train on the same tokens. `experts.LAYER`
+    /// and `gates.LAYER` `[t, k]` belong to layers with experts, and `logits` is `[t, v]`. Each weight has its name in checkpoints, and its
+    /// gradient has the name `grad.NAME`. The loss of these gradients is the mean over the tokens in nats, plus the routers' losses.
     ///
     /// # Errors
     /// Returns [`Error::Data`] for a step without a target. Returns an error for several micro-batches, because a step's gradients are sums

@@ -136,7 +136,7 @@ enum Issue {
 }
 
 impl<'a, B: Kernels> Trainer<'a, B> {
-    /// A trainer at the beginning of a run.
+    /// Creates a trainer at the beginning of a run.
     ///
     /// # Errors
     /// Returns an error for a recipe or data that cannot be read, or for a batch that the recipe's blocks do not divide.
@@ -146,8 +146,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         Ok(trainer)
     }
 
-    /// A trainer with this recipe, which may differ from the configuration's recipe because a checkpoint contains its run's recipe. The
-    /// trainer has no data, because generation needs none; `with_data` adds data.
+    /// Creates a trainer with this recipe. The recipe may differ from the configuration's recipe, because a checkpoint contains the recipe
+    /// of its run. The trainer has no data, because generation needs none; `with_data` adds data.
     ///
     /// # Errors
     /// Returns the errors of [`Trainer::new`], except those of data.
@@ -224,7 +224,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         self.rank.context.step
     }
 
-    /// Number of issued steps whose record has not been read.
+    /// Number of issued steps whose record has not been read yet.
     pub fn unread(&self) -> usize {
         self.issued.len()
     }
@@ -252,7 +252,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         self.rank.context.data()
     }
 
-    /// The tokenizer of the run's data. If the tokenizer is unknown, the byte tokenizer.
+    /// The tokenizer of the run's data. If the data's tokenizer is unknown, this is the byte tokenizer.
     ///
     /// # Errors
     /// Returns the errors of [`Config::tokenizer`].

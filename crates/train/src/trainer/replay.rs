@@ -13,7 +13,7 @@ use nibble_core::ops::Control;
 use nibble_core::{DeviceKind, Error as CoreError, Kernels};
 use std::path::Path;
 
-/// What a step computes before the optimizer.
+/// The results that a step computes before the optimizer runs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tried {
     /// Loss in nats, as in the metrics.
@@ -22,7 +22,7 @@ pub struct Tried {
     pub grad_norm: f64,
     /// The first tensor that is not finite, as a run would report it.
     pub non_finite: Option<String>,
-    /// Counts at every site. Quantization is measured in all layers.
+    /// Counts at every site. The layer metrics of the step, with quantization measured in all layers.
     pub layers: LayerMetrics,
 }
 
@@ -37,7 +37,7 @@ pub struct ScoredSequence {
     pub targets: usize,
     /// Token ids of the inputs.
     pub inputs: Vec<i32>,
-    /// Token ids of the targets, or [`crate::data::NO_TARGET`].
+    /// Token ids of the targets; [`crate::data::NO_TARGET`] for a token without a target.
     pub wanted: Vec<i32>,
 }
 
@@ -91,7 +91,7 @@ impl<B: Kernels> Trainer<'_, B> {
         })
     }
 
-    /// `cpu` or `gpu`, as in [`Spike::device`].
+    /// `cpu` or `gpu`, with the meaning of [`Spike::device`].
     pub fn device_kind(&self) -> &'static str {
         match self.rank.context.b.kind() {
             DeviceKind::Host => "cpu",
@@ -99,7 +99,7 @@ impl<B: Kernels> Trainer<'_, B> {
         }
     }
 
-    /// The sequences of all ranks in a step, counted from 0.
+    /// The sequences of all ranks in step `step`, which is counted from 0.
     ///
     /// # Errors
     /// Returns errors of the data.
@@ -107,9 +107,10 @@ impl<B: Kernels> Trainer<'_, B> {
         self.rank.context.plan()?.of_all_ranks().step(step)
     }
 
-    /// Runs the next step, but on the batch of step `data` (counted from 0), and changes nothing: neither weights and moments nor scales of
-    /// earlier steps. With the step's own batch, loss and norm have the bits of the step. Quantization is measured in all layers if
-    /// `train.quantization_every` is not 0. `None` if the batch has no target. Every rank must call this function.
+    /// Runs the next step on the batch of step `data` (counted from 0), but changes nothing: neither weights nor moments nor delayed
+    /// scales. With the step's own batch, the loss and the norm are bit-identical to those of the real step. Quantization is measured in
+    /// all layers if `train.quantization_every` is not 0. The result is `None` if the batch has no target. Every rank must call this
+    /// function.
     ///
     /// # Errors
     /// Returns errors of the backend, the data and other ranks. Values that are not finite are no error.
@@ -200,7 +201,8 @@ impl<B: Kernels> Trainer<'_, B> {
         params.map(|param| Ok((param.name.clone(), gather(b, mesh, param, &param.master)?))).collect()
     }
 
-    /// Replaces all weights by those of a trainer of the same model, and the position in the run by that trainer's. On one rank only.
+    /// Replaces all weights by the weights of another trainer of the same model, and sets the position in the run to that trainer's
+    /// position. On one rank only.
     ///
     /// # Errors
     /// Returns an error for other parameters than those of the model, and passes on errors of the backend.
@@ -223,7 +225,8 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// Where a training sequence lies in the run's data: the source, and the number of its first token there.
+    /// Finds where a training sequence lies in the run's data: the name of the source, and the index of the sequence's first token in this
+    /// source.
     ///
     /// # Errors
     /// Returns an error if the trainer has no data.
@@ -232,7 +235,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok((source.map_or_else(|| self.config().data.described(), str::to_owned), token))
     }
 
-    /// Checks that the trainer's data are those of this hash.
+    /// Checks that the trainer's data have this SHA-256 hash.
     ///
     /// # Errors
     /// Returns [`Error::Data`] if the trainer has other data.

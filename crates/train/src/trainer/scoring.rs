@@ -26,8 +26,8 @@ impl<B: Kernels> Trainer<'_, B> {
         })
     }
 
-    /// The sums from which [`Trainer::evaluate`] computes the mean. `go_on(done, of)` is called after every batch; if `go_on` returns
-    /// false, the result is `None`. Every rank calls `go_on` after the same batches, and must return the same answer.
+    /// Computes the sums from which [`Trainer::evaluate`] computes the mean loss. `go_on(done, of)` is called after every batch; if `go_on`
+    /// returns false, the result is `None`. Every rank calls `go_on` after the same batches, and must return the same answer.
     ///
     /// # Errors
     /// Returns the errors of [`Trainer::evaluate`], except the error for data without a target, and passes on the errors of `go_on`.
@@ -44,7 +44,7 @@ impl<B: Kernels> Trainer<'_, B> {
         evaluated.map_err(|error| self.without_room(error, "the held-out loss"))
     }
 
-    /// Logits of the last of these tokens, which form one sequence. The logits are the same on every rank.
+    /// Computes the logits after the last of these tokens, which form one sequence. The logits are the same on every rank.
     ///
     /// # Errors
     /// Returns an error if an id is not in the vocabulary, and passes on errors of the backend.
@@ -73,8 +73,8 @@ impl<B: Kernels> Trainer<'_, B> {
         self.rank.ledger_of(&batch)
     }
 
-    /// The log-likelihood in nats of each request's scored tokens, given the preceding tokens. A request that is longer than a sequence
-    /// plus its last target loses its beginning. `tell(done, of)` is called after every batch.
+    /// The log-likelihood in nats of each request's scored tokens, given the preceding tokens. If a request is longer than a sequence plus
+    /// its last target, the beginning of the request is cut off. `tell(done, of)` is called after every batch.
     ///
     /// # Errors
     /// Returns an error if an id is not in the vocabulary, or if a log-likelihood is not finite, and passes on errors of the backend and of
@@ -134,7 +134,7 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 
     /// The perplexity of all documents of a source, and the source's rows that are left out. The source is read with the settings of the
-    /// run's data. Tokens attend only to their own document; `stride` tokens of a document are predicted at a time ([`Windows`]). BOS
+    /// run's data. Tokens attend only to their own document. `stride` tokens of a document are predicted at a time ([`Windows`]). BOS
     /// precedes a document. EOS follows a document only if the document's file contains EOS.
     ///
     /// # Errors

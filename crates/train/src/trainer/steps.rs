@@ -42,7 +42,7 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 
     /// Issues an optimizer step without waiting for it. [`Trainer::settle`] must read the step's record before the step after the next is
-    /// issued. A step whose gradients are not finite changes no weight, and neither does any later step.
+    /// issued. A step whose gradients are not finite changes no weight, and no later step changes any weight either.
     ///
     /// # Errors
     /// Passes on errors of the backend, the data, or other ranks, and returns an error if the records of two steps have not been read.
@@ -124,8 +124,8 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Waits for the oldest unread record and reads it. Returns `None` if there is no unread record.
     ///
     /// With expert parallelism, a step's all-to-all may have overflowed its buffers. The step with the overflow and the later issued steps
-    /// are then retried with larger buffers, and the retried step's metrics are returned. So every rank must call this function after the
-    /// same steps.
+    /// are then retried with larger buffers, and this function returns the metrics of the retried step. Therefore every rank must call this
+    /// function after the same steps.
     ///
     /// # Errors
     /// Returns the error of a rank that has failed since the step was issued; the record is then discarded. Returns
@@ -223,7 +223,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// Notes about exchanges among ranks since the last call.
+    /// Messages about the all-to-alls among ranks since the last call.
     pub fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.rank.context.notes)
     }

@@ -182,7 +182,7 @@ impl<B: Kernels> Trainer<'_, B> {
         buffers.restart(b, self.rank.context.step)
     }
 
-    /// The amax histories of delayed scales on this rank. Empty if the recipe has no delayed scales, and before the first step.
+    /// The amax histories of delayed scales on this rank. The list is empty if the recipe has no delayed scales, and before the first step.
     ///
     /// # Errors
     /// Returns an error if a step's record has not been read, and passes on errors of the backend.
@@ -211,7 +211,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// Loads the weights of `train.init_from`, if this key is set; with `train.init_state = "all"`, also the state of that run.
+    /// Loads the weights of `train.init_from`, if this key is set; with `train.init_state = "all"`, also loads the other state of that run.
     ///
     /// # Errors
     /// Returns [`crate::Error::Checkpoint`] if a tensor is missing, unexpected or of another shape (the error names it), or if the folder

@@ -107,7 +107,7 @@ impl Conversation {
         (0..self.messages.len()).filter(|at| role_of(&self.messages[*at]).as_deref() == Some(ANSWERS))
     }
 
-    /// Whether the conversation has answers, and all of them are marked as no targets.
+    /// Whether the conversation has answers, but every answer is marked as not a target.
     #[must_use]
     pub fn learns_none(&self) -> bool {
         self.answers().next().is_some() && self.answers().all(|at| !self.learnt[at])

@@ -17,8 +17,8 @@ const TRIED: [&str; 2] = [
 
 impl ChatTemplate {
     /// The target tokens that end answers: the first control token after the text of an answer, and the last control token after a tool
-    /// call. Empty if the template writes no such tokens. `None` if the template refuses a plain conversation, so that the tokens are
-    /// unknown.
+    /// call. The list is empty if the template writes no such tokens. The result is `None` if the template refuses a plain conversation,
+    /// because the tokens are then unknown.
     ///
     /// # Errors
     /// Returns the errors of the tokenizer.

@@ -44,7 +44,7 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    /// Starts a thread for these templates, each with its name.
+    /// Starts a thread that renders these templates, each of which has a name.
     ///
     /// # Errors
     /// Returns an error for invalid templates.

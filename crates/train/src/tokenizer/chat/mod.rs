@@ -95,7 +95,8 @@ impl ChatTemplate {
         Ok(self)
     }
 
-    /// Starts a file of conversations. The file gets a new reserve of work, in addition to the conversations' own budgets.
+    /// Announces that a new file of conversations begins. The file gets a new reserve of work, in addition to the conversations' own
+    /// budgets.
     pub fn begin_file(&self) {
         self.engine.bounds.begin_file();
     }

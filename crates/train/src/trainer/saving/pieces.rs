@@ -28,8 +28,8 @@ struct State<B: Backend> {
 }
 
 impl<B: Backend> Pool<B> {
-    /// A pool of pieces of `len` values (at least 1), for `values` values in total. The pool has at most `bytes` bytes, but at least
-    /// `FEWEST` pieces.
+    /// A pool of pieces of `len` values each (at least 1), for checkpoints of `values` values in total. The pool takes at most `bytes`
+    /// bytes, but always has at least `FEWEST` pieces.
     pub fn new(b: &B, len: usize, values: usize, bytes: usize) -> Self {
         let limit = (bytes / (size_of::<f32>() * len)).min(values.div_ceil(len)).max(FEWEST);
         let state = State { free: Vec::new(), made: 0, limit };
@@ -168,7 +168,7 @@ impl<B: Backend> Pieces<B> {
         Self { pool, to }
     }
 
-    /// Sends the error of a fault that a test has injected.
+    /// If a test has injected a fault at this point, sends the fault's error to the writer.
     pub fn reach(&self, point: Point) -> std::result::Result<(), Stopped> {
         reach(point).map_err(|error| {
             // If the channel is closed, the writer has already failed with another error.

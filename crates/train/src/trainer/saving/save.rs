@@ -27,8 +27,8 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 
     /// Starts a checkpoint of the step whose record was read last. Training may continue at once. Every rank must call this function. The
-    /// first rank passes the store; without a store, nothing is written. Waits for a checkpoint that is still in progress;
-    /// [`Trainer::saved`] then does not return that checkpoint.
+    /// first rank passes the store; without a store, nothing is written. This function first waits for a checkpoint that is still in
+    /// progress; [`Trainer::saved`] then does not return that checkpoint.
     ///
     /// # Errors
     /// Returns an error if a step's record has not been read; the errors of the previous checkpoint; errors of the backend and of other

@@ -38,9 +38,9 @@ pub const RECIPE_FILE: &str = "recipe.toml";
 pub const METRICS_FILE: &str = "metrics.jsonl";
 /// The file of layer metrics, with one line for each reported step.
 pub const LAYERS_FILE: &str = "layers.jsonl";
-/// The file with the times of each rank, if there are several ranks, and one line per step.
+/// The file with the times of each rank, one line per step; the file exists only with several ranks.
 pub const RANKS_FILE: &str = "ranks.jsonl";
-/// The folder with a log of each rank except the first.
+/// The folder with one log file for each rank except the first.
 pub const RANKS_DIR: &str = "ranks";
 /// The file with the plot of the losses.
 pub const PICTURE_FILE: &str = "loss.svg";
@@ -66,8 +66,8 @@ const FILES: [&str; 10] = [
     LOG_FILE,
 ];
 
-/// Whether a run has begun in a directory: the run's configuration exists there. A run that ended before this point has left only a lock
-/// file, which the next run takes over.
+/// Whether a run has begun in a directory: the run's configuration exists there. A run that ended before it wrote its configuration has
+/// left only a lock file, which the next run takes over.
 #[must_use]
 pub fn has_begun(dir: &Path) -> bool {
     Store::is_in(dir) && dir.join(CONFIG_FILE).exists() || has_checkpoints(dir)
@@ -117,8 +117,8 @@ fn first_missing(text: &str) -> Option<String> {
     STORED_KEYS.split(' ').find(|key| !has(key)).map(|key| format!("it has no `{key}`"))
 }
 
-/// Whether a run that has begun writes this file now or later. The file's name in the run's directory decides, or the file's place below
-/// the run's checkpoints. The path must not contain links.
+/// Whether a run that has begun writes this file now or later. The file is recognized by its name in the run's directory, or by its place
+/// below the run's checkpoints. The path must not contain symbolic links.
 #[must_use]
 pub fn is_of_a_run(path: &Path) -> bool {
     let Some(name) = path.file_name().map(|name| name.to_string_lossy()) else { return false };
@@ -154,8 +154,8 @@ pub fn require_free(dir: &Path) -> Result<()> {
     Err(Error::config("run.dir", why))
 }
 
-/// The directory of the run that a configuration resumes: `run.dir`, if the user has named the directory. Otherwise the runs that have
-/// begun in this directory and in its numbered siblings are considered: the only run, or the latest run with this configuration.
+/// Finds the directory of the run that a configuration resumes: `run.dir`, if the user has named the directory. Otherwise the runs that
+/// have begun in this directory and in its numbered siblings are considered: the only run, or the latest run with this configuration.
 ///
 /// # Errors
 /// Returns an error if the directories cannot be listed, and [`Error::Config`] naming the runs if there are several, and none has this
