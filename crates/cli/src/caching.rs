@@ -10,7 +10,8 @@ use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A progress bar on a terminal. Elsewhere, only notes that this process waits for another process, or that a cache was damaged.
+/// A progress bar that is drawn if the output is a terminal. Without a terminal, the bar only notes that this process waits for another
+/// process, or that a cache was damaged.
 pub struct ReadingBar {
     bar: Option<ProgressBar>,
     what: String,
@@ -21,7 +22,7 @@ pub struct ReadingBar {
 }
 
 impl ReadingBar {
-    /// A bar titled `what`; reading stops after `stop` holds a signal.
+    /// A bar with the title `what`; reading stops as soon as `stop` holds a signal's number.
     pub fn new(what: String, stop: Option<&'static AtomicUsize>) -> Self {
         Self { bar: None, what, stop, has_told: false }
     }
@@ -78,7 +79,7 @@ pub fn make(config: &Config, stop: Option<&'static AtomicUsize>) -> Result<Vec<G
     Ok(Dataset::prepare(config, &mut ReadingBar::new(what, stop))?)
 }
 
-/// Calls [`make`] for a run. Also prints the share of each source, if there is more to print than the source's name.
+/// Builds the token caches for a run, with [`make`]. This function also prints the share of each source, unless there is only one source.
 ///
 /// # Errors
 /// Returns the errors of [`make`].

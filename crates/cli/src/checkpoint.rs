@@ -33,7 +33,7 @@ impl Trained {
         }
     }
 
-    /// The checkpoint; `None` for a folder.
+    /// The checkpoint, or `None` if a folder with a model was opened.
     pub fn checkpoint(&self) -> Option<&Checkpoint> {
         match self {
             Self::Checkpoint(checkpoint) => Some(checkpoint),
@@ -41,7 +41,7 @@ impl Trained {
         }
     }
 
-    /// Overrides with which text is encoded by a folder's own tokenizer; empty for a checkpoint.
+    /// The overrides that make a folder's own tokenizer encode text; empty for a checkpoint.
     ///
     /// # Errors
     /// Returns an error if the folder has no readable tokenizer.
@@ -61,8 +61,8 @@ impl Trained {
         }
     }
 
-    /// The configuration of the checkpoint, or a configuration that starts from the folder, changed by `overrides`. It is for one rank, and
-    /// for this machine's device unless `overrides` name another device.
+    /// The configuration of the checkpoint, or a configuration derived from the folder's model, changed by `overrides`. The configuration
+    /// is for one rank, and for this machine's device unless `overrides` name another device.
     pub fn config(&self, overrides: &[String]) -> Result<Config> {
         match self {
             Self::Checkpoint(checkpoint) => config(checkpoint, overrides),
@@ -70,7 +70,7 @@ impl Trained {
         }
     }
 
-    /// The token that precedes texts on which the model is scored.
+    /// The token that precedes each text on which the model is scored.
     pub fn beginning(&self, config: &Config) -> Result<Beginning> {
         Ok(match self {
             Self::Checkpoint(_) => Beginning::of_run(config)?,
@@ -78,7 +78,7 @@ impl Trained {
         })
     }
 
-    /// The recipe that `overrides` name; otherwise the stored recipe of the run, or BF16 for a folder.
+    /// The recipe that `overrides` name; otherwise the recipe stored with the run, or BF16 for a folder.
     pub fn recipe(&self, config: &Config, overrides: &[String]) -> Result<Recipe> {
         match self {
             Self::Checkpoint(checkpoint) => recipe(checkpoint, config, overrides),

@@ -1,6 +1,7 @@
 //! A signal ends every command except `train` at once, after the command's unfinished files are removed.
 
-/// From now on, SIGINT, SIGTERM and SIGHUP first remove this process's unfinished files, and then have their default effect.
+/// Installs handlers: from now on, SIGINT, SIGTERM and SIGHUP first remove this process's unfinished files, and then have their default
+/// effect.
 ///
 /// # Errors
 /// Returns an error if the system refuses a handler or a thread.

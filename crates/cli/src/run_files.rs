@@ -20,9 +20,9 @@ pub struct RunFiles {
     pub recipe_name: String,
     /// The recipe with which the run started, or the reason why it is unknown.
     pub recipe: std::result::Result<Recipe, String>,
-    /// The metrics of steps and of evaluations.
+    /// The metrics of all steps and evaluations.
     pub metrics: Vec<Metrics>,
-    /// Problems in the files, one sentence each.
+    /// Descriptions of problems in the files, one sentence each.
     pub faults: Vec<String>,
 }
 
@@ -32,7 +32,7 @@ pub fn paths(dir: &Path) -> [PathBuf; 6] {
 }
 
 impl RunFiles {
-    /// Reads the run in a directory. Problems in its files are also printed as warnings on standard error.
+    /// Reads the files of the run in a directory. Problems in the run's files are also printed as warnings on standard error.
     ///
     /// # Errors
     /// Returns an error if the directory has no run, or the run has done no step.
@@ -56,7 +56,7 @@ impl RunFiles {
         Ok(Self { dir: dir.to_owned(), config, recipe_name, recipe, metrics, faults })
     }
 
-    /// The run's loss curves, titled `title`.
+    /// The run's loss curves, with the title `title`.
     ///
     /// # Errors
     /// Returns an error if the run has no loss yet.
@@ -73,7 +73,7 @@ impl RunFiles {
     }
 }
 
-/// The recipe stored with the run; for an older run, the recipe that the run's configuration names.
+/// The recipe stored with the run; for a run of an older version, the recipe that the run's configuration names.
 pub fn stored_recipe(dir: &Path, config: &Config) -> std::result::Result<Recipe, String> {
     let path = dir.join(RECIPE_FILE);
     match files::read_text(&path, files::MOST_TEXT) {

@@ -3,7 +3,7 @@ use hmac::{Hmac, Mac};
 use sha2::Sha256;
 use std::fmt;
 
-/// The secret that a run's processes share. The secret is never sent, and `Debug` does not show it.
+/// The secret by which the processes of a run recognise each other. The secret is never sent, and `Debug` does not show it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(Vec<u8>);
 
@@ -44,7 +44,7 @@ impl Secret {
         }
     }
 
-    /// The secret as text that [`Secret::from_text`] reads back, for a child's environment or a private file.
+    /// Converts the secret to text that [`Secret::from_text`] reads back, for a child process's environment or a private file.
     pub fn to_text(&self) -> String {
         String::from_utf8_lossy(&self.0).into_owned()
     }

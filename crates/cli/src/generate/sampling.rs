@@ -24,7 +24,7 @@ pub struct Sampling {
 const SORTED_AT_FIRST: usize = 256;
 
 impl Sampling {
-    /// Refuses options with which no token can be sampled.
+    /// Refuses options with which no token could ever be sampled.
     ///
     /// # Errors
     /// Returns a usage error that names the option.

@@ -8,7 +8,7 @@ use nibble_core::ops::{Factor, Taken};
 use nibble_core::recipe::Layer;
 use nibble_train::one_layer::{LayerProduct, OneLayer};
 
-/// Prints the GEMMs of a layer, for each part of a run in which they differ.
+/// Prints the GEMMs of a layer, separately for each part of a run in which they differ.
 ///
 /// # Errors
 /// Returns an error if a layer requests other GEMMs than its recipe implies.

@@ -10,7 +10,7 @@ use nibble_cuda::{Cuda, Launched};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Number of calls of an operation, and their time.
+/// The number of calls of an operation, and the time of these calls.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OpTime {
     /// The operation's name.
@@ -21,7 +21,7 @@ pub struct OpTime {
     pub time: Duration,
 }
 
-/// Peak rates of a device, which bound the time of each operation from below.
+/// Peak rates of a device; these rates determine the least possible time of each operation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Peaks {
     /// Measured memory rates.

@@ -36,12 +36,12 @@ pub trait Work: Sync {
     }
 }
 
-/// A rank's backend, its mesh, and the reason why this backend was chosen.
+/// A rank's backend and mesh, and the reason why this backend was chosen.
 #[derive(Debug)]
 pub struct On<'a, B: Device> {
     /// The rank's backend.
     pub b: &'a B,
-    /// The communicators to the other ranks.
+    /// The communicators of this rank with the other ranks.
     pub mesh: Mesh<'a, B>,
     why: &'a str,
 }

@@ -65,7 +65,7 @@ fn refused(path: &Path, why: &dyn std::fmt::Display) -> Error {
     Error::usage(format!("{}: {}: {why}", env::SECRET_FILE, path.display()))
 }
 
-/// The error of processes launched without a secret.
+/// The error for processes that were launched without a secret.
 #[must_use]
 pub fn missing_secret(launched: &Launched) -> Error {
     let Launched { launcher, world, .. } = launched;

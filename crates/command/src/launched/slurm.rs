@@ -52,7 +52,7 @@ pub fn ranks(vars: &Vars<'_>) -> Result<Option<Ranks>> {
     names.check(Ranks { rank: of(RANK)?, world, local_rank: of(LOCAL_RANK)?, local_world }).map(Some)
 }
 
-/// Where the tasks connect: at the first node, which has task 0, at ports derived from the job and step numbers.
+/// The address at which the tasks connect: the first node, which has task 0, with ports derived from the numbers of the job and the step.
 ///
 /// # Errors
 /// Returns an error if variables are missing or invalid.

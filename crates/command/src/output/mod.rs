@@ -26,7 +26,7 @@ pub struct Force {
     pub force: bool,
 }
 
-/// The outputs of a command, which are checked against its inputs.
+/// The outputs of a command, each of which is checked against the command's inputs and other outputs.
 #[derive(Debug)]
 pub struct Outputs {
     force: bool,
@@ -35,7 +35,7 @@ pub struct Outputs {
     taken: Vec<PathBuf>,
 }
 
-/// A checked path of an output.
+/// The path of an output, after it was checked.
 #[derive(Debug)]
 #[must_use = "an output that is not written was asked for"]
 pub struct Output {
@@ -46,7 +46,8 @@ pub struct Output {
 }
 
 impl Outputs {
-    /// The outputs of a command that reads `inputs`. Inputs that do not exist cannot collide with an output.
+    /// Creates the outputs of a command that reads the files `inputs`. Inputs that do not exist are ignored, because no output can
+    /// overwrite them.
     pub fn new(force: Force, inputs: impl IntoIterator<Item = PathBuf>) -> Self {
         Self { force: force.force, inputs: inputs.into_iter().collect(), taken: Vec::new() }
     }
@@ -56,7 +57,7 @@ impl Outputs {
         self.force
     }
 
-    /// Checks a path for an output that has this mark.
+    /// Checks the path of an output whose file has this mark.
     ///
     /// # Errors
     /// Returns a usage error if the path is an input, another output or a file of a run; if the file exists without the mark and `--force`
@@ -117,7 +118,7 @@ impl Outputs {
 }
 
 impl Output {
-    /// The path as the user gave it.
+    /// The path in the form in which the user gave it.
     pub fn path(&self) -> &Path {
         &self.path
     }

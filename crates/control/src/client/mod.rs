@@ -33,7 +33,7 @@ pub trait Ears: Send + Sync {
     fn overdue(&self, failure: &Failure);
 }
 
-/// A rank's membership in a run. If a client is dropped before it has left, the other ranks consider its rank failed.
+/// A rank's connection to a run. If a client is dropped before it has left the run, the other ranks treat its rank as failed.
 pub struct Client {
     shared: Arc<Shared>,
     limits: Limits,
@@ -102,8 +102,8 @@ impl Client {
         Ok(client)
     }
 
-    /// Queues rows for another rank without blocking. Rows are sent in the order of these calls; after the run has failed, they are
-    /// dropped.
+    /// Queues rows of data for another rank, without blocking. Rows are sent in the order of these calls; after the run has failed, rows
+    /// are dropped.
     pub fn send(&self, to: usize, rows: Rows) {
         if self.failure().is_some() {
             return;
@@ -118,8 +118,8 @@ impl Client {
         self.shared.queue.extend(frames);
     }
 
-    /// Tells the hub that this rank has failed, and waits at most a quarter of a deadline until the hub has told all ranks. The run's
-    /// failure is the first one; [`Client::failure`] returns it. Returns whether the hub has confirmed a failure.
+    /// Tells the hub that this rank has failed, and waits at most a quarter of a deadline until the hub has told all ranks. The first
+    /// failure is the failure of the run; [`Client::failure`] returns it. The result says whether the hub has confirmed a failure.
     pub fn fail(&self, cause: &str, is_user_error: bool) -> bool {
         let mut cause = cause.to_owned();
         crate::failure::cut(&mut cause, crate::failure::CAUSE);
@@ -129,12 +129,12 @@ impl Client {
         matches!(stage, Stage::Failed { is_from_hub: true, .. })
     }
 
-    /// Why the run has failed, if it has.
+    /// The reason why the run has failed, if it has failed.
     pub fn failure(&self) -> Option<Failure> {
         locked(&self.shared.inbox).failure().cloned()
     }
 
-    /// Leaves the run: sends all queued frames, and waits until the hub has confirmed.
+    /// Leaves the run: sends all queued frames, and waits until the hub has confirmed that the rank has left.
     ///
     /// # Errors
     /// Returns the run's failure, if the run fails first.
@@ -146,7 +146,7 @@ impl Client {
         }
     }
 
-    /// Cuts the connection, as a network failure would; for fault tests.
+    /// For fault tests: cuts the connection, as a network failure would.
     pub fn disconnect(&self) {
         self.shared.cut.notify_one();
     }

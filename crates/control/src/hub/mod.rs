@@ -22,7 +22,7 @@ use std::time::Instant;
 use tokio::sync::Notify;
 use tokio::time::sleep_until;
 
-/// The hub of a run, on a separate thread. Dropping it cuts all connections, so every rank that has not left fails.
+/// The hub of a run, which works on a separate thread. Dropping the hub cuts all connections, so every rank that has not left fails.
 pub struct Hub {
     shared: Arc<Shared>,
     address: SocketAddr,
@@ -81,13 +81,13 @@ impl Hub {
         Ok(Self { shared, address, thread })
     }
 
-    /// The address on which the hub listens.
+    /// The address on which the hub accepts connections.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Reports that a rank's process has ended, and how, for example `it was killed by SIGKILL`. The end of a process fails the run, unless
-    /// the rank has left or has reported an error.
+    /// Reports to the hub that a rank's process has ended, with a description such as `it was killed by SIGKILL`. The end of a process
+    /// fails the run, unless the rank has left or has reported an error.
     pub fn ended(&self, rank: usize, how: &str) {
         self.shared.with(|room| room.ended(Instant::now(), rank, how));
     }
@@ -102,10 +102,11 @@ impl Hub {
         locked(&self.shared.room).failure().cloned()
     }
 
-    /// Waits until all ranks have left. After a failure, waits until all connections are closed, but at most a deadline.
+    /// Waits until all ranks have left the run. After a failure, this function waits until all connections are closed, but not longer than
+    /// a deadline.
     ///
     /// # Errors
-    /// Returns the failure of the run.
+    /// Returns the failure of the run, if the run fails.
     pub fn wait(self) -> Result<(), Failure> {
         let mut room = locked(&self.shared.room);
         loop {

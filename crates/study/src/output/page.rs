@@ -10,7 +10,8 @@ use crate::study::Study;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use plotters::style::RGBColor;
 
-/// The page of a study: for each configuration, the comparisons, the curves with bands of one standard deviation over seeds, and all runs.
+/// The HTML page of a study. For each configuration, the page has the comparisons, the curves with bands of one standard deviation over
+/// seeds, and all runs.
 ///
 /// # Errors
 /// Returns [`Error::Picture`] if the plotting library fails.

@@ -27,7 +27,7 @@ pub(super) fn color(place: usize) -> RGBColor {
 
 /// A curve with its band.
 pub(super) struct Line<'a> {
-    /// The recipe's index in the study.
+    /// The index of the recipe in the study, which determines its colour.
     pub place: usize,
     pub band: &'a Band,
 }

@@ -56,7 +56,7 @@ fn milliseconds(text: &str) -> Result<f64, String> {
 }
 
 impl TimedArgs {
-    /// Measures and returns the figures; `None` without `--ranks`.
+    /// Measures a timed exchange and returns its figures; `None` without the option `--ranks`.
     ///
     /// # Errors
     /// Returns a usage error for sizes that cannot be timed, and passes on errors of the device and of other ranks.
