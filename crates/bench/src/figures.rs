@@ -11,7 +11,7 @@ pub fn parse_sizes<const N: usize>(text: &str, expected: &str) -> std::result::R
     sizes.ok_or_else(|| format!("`{text}` is not {expected} say"))
 }
 
-/// The median. The median of these values: the mean of the middle two for an even number of values, and NaN without values.
+/// The median of these values: the mean of the middle two for an even number of values, and NaN without values.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;

@@ -10,7 +10,7 @@ use std::cell::Cell;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The system's allocator. An allocator with which a refused allocation ends the process with an error, unless the caller handles refusals
+/// The system's allocator, with which a refused allocation ends the process with an error, unless the caller handles refusals
 /// ([`nibble_core::allocation::may_be_refused`]).
 #[derive(Debug)]
 pub struct Telling;

@@ -103,7 +103,7 @@ pub fn keep_panics() {
     }));
 }
 
-/// Runs a command. Runs `work`, and converts a panic, which only a bug of Nibble can cause, to an error.
+/// Runs a command, and converts a panic, which only a bug of Nibble can cause, to an error.
 pub fn catch(command: impl FnOnce() -> Result<()>) -> Result<()> {
     panic::catch_unwind(AssertUnwindSafe(command)).unwrap_or_else(|_| Err(panicked()))
 }

@@ -55,7 +55,7 @@ pub struct End {
     pub device: String,
 }
 
-/// Kinds of links. The kind of a link; links are compared only with links of the same kind.
+/// The kind of a link; links are compared only with links of the same kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Both ends are on one host.

@@ -114,7 +114,7 @@ impl HubSide {
         hub
     }
 
-    /// Lets a rank join. Lets a rank join, and returns the failure if the hub refuses the rank.
+    /// Lets a rank join, and returns the failure if the hub refuses the rank.
     pub fn enter(&mut self, join: Join) -> Option<Failure> {
         self.queues.push(Arc::new(Queue::new()));
         let queue = self.queues.last().map(Arc::clone)?;

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-/// Timeouts. The timeouts of a run. Each timeout is clamped to at least 10 ms and at most a year.
+/// The timeouts of a run. Each timeout is clamped to at least 10 ms and at most a year.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Time within which every rank ends after a failure. A rank or hub counts as failed after half of this time without a message; the

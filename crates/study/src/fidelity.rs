@@ -38,7 +38,7 @@ pub struct Decomposition {
     /// E‖e‖²: the mean squared distance between one redraw and the mean of infinitely many redraws. With a single redraw the value is 0:
     /// see [`Decomposition::redraws`].
     pub variance: f64,
-    /// Number of redraws. Number of redraws. With a single redraw, `bias` is the whole squared error, including the error from noise.
+    /// Number of redraws. With a single redraw, `bias` is the whole squared error, including the error from noise.
     pub redraws: u64,
 }
 
@@ -51,7 +51,7 @@ impl Decomposition {
 }
 
 impl Redraws {
-    /// Adds a redraw. Adds a redraw; it must have the same tensors as the first redraw.
+    /// Adds a redraw; it must have the same tensors as the first redraw.
     ///
     /// # Errors
     /// Returns the name of a tensor that is missing from this redraw, or has another length.

@@ -47,7 +47,7 @@ impl Rows {
         Ok(all)
     }
 
-    /// Reads `dir/rows`. Reads the rows of a folder; if the folder does not exist, there are no rows. Files that are being written, and the
+    /// Reads the rows in the folder `dir/rows`; if the folder does not exist, there are no rows. Files that are being written, and the
     /// files that mark running cells, are skipped.
     ///
     /// # Errors

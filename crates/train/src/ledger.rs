@@ -20,7 +20,7 @@ pub struct Entry {
     pub format: Format,
     /// Number of bytes of the tensor's elements, or of its codes and scales if the tensor is quantized.
     pub bytes: usize,
-    /// Identity of the allocation. The id of the buffer's allocation; entries that share an allocation have equal ids.
+    /// The id of the buffer's allocation; entries that share an allocation have equal ids.
     pub buffer_id: u64,
 }
 

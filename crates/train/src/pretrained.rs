@@ -173,7 +173,7 @@ impl Initial {
     /// Opens a folder with a model, or a run's checkpoint.
     ///
     /// # Errors
-    /// Returns the errors of [`Pretrained::open`], [`Error::Checkpoint`] for a damaged checkpoint, and [`Error::Config`] if `path` is
+    /// Returns the errors of [`Pretrained::open`], [`Error::Checkpoint`] for an unreadable checkpoint, and [`Error::Config`] if `path` is
     /// neither a model folder nor a checkpoint.
     pub fn open(path: &Path) -> Result<Self> {
         if path.join(STATE_FILE).exists() {

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 /// Widths of the columns that describe a GEMM.
 const NAME: [usize; 5] = [8, 10, 6, 14, 15];
 
-/// Prints a section's heading. Prints the heading of a table whose lines, one per GEMM, are at most 144 columns wide.
+/// Prints the heading of a table whose lines, one per GEMM, are at most 144 columns wide.
 pub fn begin(title: &str) {
     say!("");
     say!("{title}");

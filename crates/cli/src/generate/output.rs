@@ -4,8 +4,8 @@ use nibble_command::console::Shown;
 use nibble_command::error::{Error, Result};
 use std::io::{ErrorKind, IsTerminal, Write};
 
-/// Standard output. The stream to which generated text is written. On a terminal, control characters are displayed as text and have no
-/// effect; elsewhere, bytes are written unchanged.
+/// Standard output, to which generated text is written. On a terminal, control characters are displayed as text and have no effect;
+/// elsewhere, bytes are written unchanged.
 pub struct Output {
     shown: Option<Shown>,
 }

@@ -111,8 +111,7 @@ pub fn launched(var: impl Fn(&str) -> Option<String>, rendezvous: Option<&str>) 
     Ok(Some(Launched { launcher, rank, world, local_rank, local_world, meeting }))
 }
 
-/// This process's rank. Returns the rank; it is 0 if the process is the only one, or if the variables are invalid, which [`launched`]
-/// reports.
+/// Returns the rank; it is 0 if the process is the only one, or if the variables are invalid, which [`launched`] reports.
 pub fn rank(var: impl Fn(&str) -> Option<String>) -> usize {
     who(&Vars(&var), None).ok().flatten().map_or(0, |(_, ranks)| ranks.rank)
 }

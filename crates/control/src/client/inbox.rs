@@ -53,8 +53,8 @@ impl Inbox {
         }
     }
 
-    /// Handles a message. Handles a message of the hub, and returns the notification for the client's callbacks, which run without the
-    /// lock. The error describes an invalid message.
+    /// Handles a message of the hub, and returns the notification for the client's callbacks, which run without the lock. The error
+    /// describes an invalid message.
     pub fn hear(&mut self, frame: Bytes) -> Result<Option<Tell>, String> {
         if matches!(self.stage, Stage::Left | Stage::Failed { .. }) {
             return Ok(None);

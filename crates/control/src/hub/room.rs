@@ -119,7 +119,7 @@ impl Room {
         Some(if self.links == 0 { at } else { at + self.limits.deadline })
     }
 
-    /// Admits an authenticated process. Lets a rank join, and returns its rank number, or the reason why the rank is refused.
+    /// Admits an authenticated process as a rank, and returns its rank number, or the reason why the process is refused.
     pub fn enter(&mut self, now: Instant, join: Join, queue: Arc<Queue<Down>>) -> Result<usize, Failure> {
         self.links += 1;
         if let Some(failure) = self.failure() {

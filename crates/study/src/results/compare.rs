@@ -65,7 +65,7 @@ pub struct Measure {
 pub struct Pooled {
     /// Standard deviation of the paired differences of training losses, in per cent.
     pub sd: f64,
-    /// Degrees of freedom. Degrees of freedom of `sd`. The true number is smaller, because recipes share the runs of their baseline.
+    /// Degrees of freedom of `sd`. The true number is smaller, because recipes share the runs of their baseline.
     pub freedom: usize,
     /// The value of [`Measure::detectable`], computed with this pooled standard deviation.
     pub detectable: Option<f64>,

@@ -9,7 +9,7 @@ pub struct RankCorrelation {
     pub pairs: usize,
     /// Spearman's rank correlation ρ, from −1 to 1.
     pub rho: f64,
-    /// The 95 % interval. The 95 % confidence interval; `None` for fewer than four pairs.
+    /// The 95 % confidence interval; `None` for fewer than four pairs.
     pub interval: Option<(f64, f64)>,
 }
 

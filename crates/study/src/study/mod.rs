@@ -100,7 +100,7 @@ pub struct Study {
 }
 
 impl Study {
-    /// Reads a study file. Reads a study from a file; `catalog` finds the recipes and configurations that the file names.
+    /// Reads a study from a file; `catalog` finds the recipes and configurations that the file names.
     ///
     /// # Errors
     /// Returns [`Error::Io`] if the file cannot be read, and passes on the errors of [`Study::parse`].

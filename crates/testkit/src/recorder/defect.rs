@@ -94,7 +94,7 @@ impl Defects {
         (state.armed, state.struck) = (Some((spot, defect)), false);
     }
 
-    /// Removes the defect. Removes the defect, and returns whether it changed anything.
+    /// Removes the defect, and returns whether it changed anything.
     pub fn disarm(&self) -> bool {
         let mut state = self.lock();
         (state.armed, state.seen) = (None, Vec::new());

@@ -150,7 +150,7 @@ impl<B: Backend> Recorder<B> {
         &self.inner
     }
 
-    /// Starts a new log. Starts to log operations; recorded work is logged when it is replayed.
+    /// Starts to log operations; recorded work is logged when it is replayed.
     pub fn watch(&self) {
         self.shared.lock().log = Some(Vec::new());
     }

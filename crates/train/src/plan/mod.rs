@@ -70,7 +70,7 @@ pub struct Prediction {
     /// Number of ranks per host. These ranks share the host's memory if they compute on the CPU. Unless known otherwise, this is the number
     /// of all ranks.
     pub host_ranks: usize,
-    /// The predicted rank. The rank to which the prediction applies; [`predict`] takes the first of the ranks with the most memory.
+    /// The rank to which the prediction applies; [`predict`] takes the first of the ranks with the most memory.
     pub rank: usize,
     /// The peak size of each arena of the rank.
     pub memory: RunMemory,

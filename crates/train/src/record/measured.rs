@@ -6,7 +6,7 @@ use crate::config::Config;
 /// turn to turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerSample {
-    /// Number of turns. Number of turns; each decoder layer is measured in one of these turns.
+    /// Number of turns; each decoder layer is measured in one of these turns.
     pub turns: usize,
     /// The number of this step's turn.
     pub turn: usize,

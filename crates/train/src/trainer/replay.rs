@@ -22,7 +22,7 @@ pub struct Tried {
     pub grad_norm: f64,
     /// The first tensor that is not finite, as a run would report it.
     pub non_finite: Option<String>,
-    /// Counts at every site. The layer metrics of the step, with quantization measured in all layers.
+    /// The layer metrics of the step, with quantization measured in all layers.
     pub layers: LayerMetrics,
 }
 

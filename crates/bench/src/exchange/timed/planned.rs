@@ -266,7 +266,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         Ok(stages)
     }
 
-    /// Runs a stage once. Runs one stage; all ranks must call this function together.
+    /// Runs one stage; all ranks must call this function together.
     ///
     /// # Errors
     /// Returns the errors of the backend and of other ranks.
