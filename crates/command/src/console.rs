@@ -27,8 +27,8 @@ pub fn line(text: std::fmt::Arguments<'_>) {
     keep(std::io::stdout().write_all(text.as_bytes()));
 }
 
-/// Prints a line to standard error with control characters escaped. Very long lines, whose names may come from files, are cut. Write errors
-/// are ignored.
+/// Prints a line to standard error with control characters escaped. Very long messages, and very long names in messages, are cut. Write
+/// errors are ignored.
 pub fn aside(text: std::fmt::Arguments<'_>) {
     let text = visible(format_args!("{}\n", readable(&text.to_string())));
     let _ = std::io::stderr().write_all(text.as_bytes());

@@ -36,7 +36,7 @@ static THIS: OnceLock<Option<Process>> = OnceLock::new();
 /// This rank's connection to the hub, while the connection exists.
 static CLIENT: RwLock<Option<Client>> = RwLock::new(None);
 
-/// The option that sets the address at which the ranks of a run connect.
+/// The option that sets where the ranks of a run connect.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct RendezvousArg {
     /// Address on rank 0's host to which all processes of a run connect. The option is needed with mpirun, because mpirun sets no such

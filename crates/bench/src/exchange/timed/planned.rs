@@ -17,7 +17,7 @@ const ALIGN: usize = 128;
 /// The tensor name passed to conversions.
 const PLACE: TensorName<'static> = TensorName { layer: "bench", tensor: "x", linear: "bench" };
 
-/// How the exchanged rows are distributed over the ranks.
+/// Distribution of rows over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Splits {
     /// Each rank receives the same number of rows.
