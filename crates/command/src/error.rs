@@ -9,7 +9,7 @@ use std::io::Write;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Mutex, PoisonError};
 
-/// The result of a command.
+/// The result type of commands.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The reason why a command failed.

@@ -95,7 +95,7 @@ pub struct Slow {
     pub against: Against,
 }
 
-/// The measured links between ranks.
+/// The measured rates and latencies of the links between ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Links {
     /// The kind of the ranks' devices.
@@ -286,9 +286,9 @@ impl Links {
         all.filter(|(from, to)| from != to && self.kind(*from, *to) == kind).collect()
     }
 
-    /// The slow links, slowest first. A link is slow if it has less than half the median rate of its kind and there are at least two pairs
-    /// of that kind. A link within a host is also slow if its rate is below the minimum for its devices. Ranks on CPUs have no slow links,
-    /// because the host copies their rows and no pair has a separate link.
+    /// The slow links, slowest first. A link is slow if its rate is less than half the median rate of its kind and there are at least two
+    /// pairs of that kind. A link within a host is also slow if its rate is below the minimum for its devices. Ranks on CPUs have no slow
+    /// links, because the host copies their rows and no pair has a separate link.
     pub fn slow(&self) -> Vec<Slow> {
         let mut slow = Vec::new();
         if self.kind == DeviceKind::Host {

@@ -83,7 +83,7 @@ fn encoded<M: serde::Serialize>(message: &M) -> Vec<u8> {
     encode(message, &[]).unwrap_or_default().to_vec()
 }
 
-/// Feeds arbitrary bytes as each message of a handshake to the side that reads it.
+/// Tests each message of a handshake: the side that reads the message gets arbitrary bytes.
 pub fn handshake(bytes: &[u8], secret: &Secret, join: &Join) {
     let frame = Bytes::copy_from_slice(bytes);
     let _ = hello(frame.clone());
@@ -154,7 +154,7 @@ impl HubSide {
         }
     }
 
-    /// The reason why the run has failed, if it has.
+    /// The reason why the run has failed, if the run has failed.
     pub fn failure(&self) -> Option<&Failure> {
         self.room.failure()
     }
@@ -200,7 +200,7 @@ impl RankSide {
         Ok(())
     }
 
-    /// The reason why the run has failed, if it has.
+    /// The reason why the run has failed, if the run has failed.
     pub fn failure(&self) -> Option<&Failure> {
         self.0.failure()
     }

@@ -105,7 +105,7 @@ impl Queue {
     }
 
     /// Whether another live process on this host is running a cell and may be using the same device. If so, the speed and the energy of
-    /// both runs are not comparable with those of a run that has the device to itself.
+    /// both runs cannot be compared with those of a run that is alone on its device.
     ///
     /// # Errors
     /// Returns [`Error::Io`] if a call of the operating system fails.
@@ -182,8 +182,8 @@ impl Queue {
         self.cells.iter().find(|cell| cell.id == id)
     }
 
-    /// Removes the rows of failed runs, so that these runs are repeated, and returns the ids of their cells. Rows of diverged runs stay,
-    /// because they are results.
+    /// Removes the rows of failed runs, so that these runs are repeated, and returns the ids of their cells. Rows of diverged runs are not
+    /// removed, because divergence is a result.
     ///
     /// # Errors
     /// Returns [`Error::Io`] for file errors, and [`Error::Row`] for damaged rows.

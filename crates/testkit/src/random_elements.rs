@@ -77,7 +77,7 @@ impl Matrix {
 /// blocks of every block format, and decode them.
 ///
 /// # Panics
-/// Panics with a report if the backends differ by a bit or if one of them refuses a conversion.
+/// Panics with a report if the backends differ by a bit, or if one of the backends refuses a conversion.
 pub fn random_elements<A: Kernels, B: Kernels>(pair: &Pair<A, B>, elements: u64) {
     let codecs: Vec<Codec> = Format::ALL
         .into_iter()

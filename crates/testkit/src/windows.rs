@@ -24,7 +24,7 @@ impl Hiding {
         Self { documents: &[], window: Some(window) }
     }
 
-    /// For each token, the number of its document. These numbers are not consecutive.
+    /// For each token, the number of its document. The numbers of successive documents are not consecutive.
     pub fn numbers(&self, sequences: usize, seq_len: usize) -> Vec<i32> {
         let (mut numbers, mut number, mut left) = (Vec::new(), -7i32, 0);
         let mut lengths = self.documents.iter().cycle();

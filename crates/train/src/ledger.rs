@@ -9,7 +9,7 @@ use nibble_core::formats::Format;
 use nibble_core::{Backend, Operand, Tensor};
 use std::collections::BTreeMap;
 
-/// One buffer saved by one layer.
+/// One buffer that one layer saves for the backward pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     /// The layer's name.

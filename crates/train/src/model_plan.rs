@@ -76,8 +76,8 @@ fn passes_of(config: &Config, layer: usize) -> Passes {
     Passes::Both { keep_a: !recomputed.contains(&Scope::Swiglu) }
 }
 
-/// The sites at which a step counts blocks, at the point `progress` (step / steps) of a run: first those of the copies of weights, then
-/// those of the forward pass, then those of the backward pass. `passes` returns the passes of the experts of a decoder layer.
+/// The sites at which a step counts blocks, at the point `progress` (step / steps) of a run. The sites of the copies of weights come first,
+/// followed by those of the forward pass and of the backward pass. `passes` returns the passes of the experts of a decoder layer.
 ///
 /// # Errors
 /// Returns [`Error::Defect`] if a part of `spec` has the wrong kind for its place, and [`Error::Shape`] if a tensor would have different

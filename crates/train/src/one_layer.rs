@@ -23,8 +23,8 @@ const STDS: [f32; 2] = [0.1; 2];
 pub struct OneLayer<'a> {
     /// The recipe.
     pub recipe: &'a Recipe,
-    /// The layer to run. If the layer is a gated projection, SwiGLU and the next projection run together with it. If the layer is a router,
-    /// nothing runs.
+    /// The layer to run. If the layer is a gated projection, SwiGLU and the next projection are also run. If the layer is a router, nothing
+    /// runs.
     pub layer: &'a Name,
     /// The progress of the run: step / number of steps.
     pub progress: f64,

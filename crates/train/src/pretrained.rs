@@ -256,7 +256,7 @@ pub fn companions_of(from: &Path) -> PathBuf {
 }
 
 /// The ids of the tokens that end a text: `eos_token_id` (an id or a list) in the folder's `generation_config.json`. If there is no such
-/// file, the ids are those of `eos_token_id` in `config.json`.
+/// file, `eos_token_id` of `config.json` contains the ids.
 ///
 /// # Errors
 /// Returns [`Error::Io`], and [`Error::Config`] naming the file, for an invalid value.

@@ -76,12 +76,12 @@ impl<B: Kernels> Shards<B> {
         Ok(Self { local, sequences: local, groups, expert_parts: ExpertParts { local: 1, tokens } })
     }
 
-    /// These shards with the given parts of experts' rows.
+    /// The same shards, with the rows of experts divided into the given parts.
     pub fn with_expert_parts(self, expert_parts: ExpertParts) -> Self {
         Self { expert_parts, ..self }
     }
 
-    /// These shards with their tokens in sequences of this length.
+    /// The same shards, with their tokens divided into sequences of this length.
     pub fn with_sequences_of(self, seq_len: usize) -> Self {
         let sequences = self.tokens() / seq_len.max(1);
         Self { sequences, ..self }
@@ -160,7 +160,7 @@ impl<B: Kernels> Sight<B> {
     }
 }
 
-/// How a tensor is divided into spans, each of which has one delayed scale. This kind determines which of the spans a rank has.
+/// How a tensor is divided into spans, each of which has one delayed scale. The kind of division determines which of the spans a rank has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Spans {
     /// Dense weight: one span, which is the same on every rank.

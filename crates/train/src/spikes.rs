@@ -61,7 +61,7 @@ impl Usual {
 /// The record of a step whose loss or gradient is abnormal.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Spike {
-    /// The step, counted from 1 as in the metrics.
+    /// Number of the step, counted from 1 as in the metrics file.
     pub step: u64,
     /// The step's loss in nats. Absent if the loss is unknown or not finite.
     #[serde(skip_serializing_if = "Option::is_none", default)]

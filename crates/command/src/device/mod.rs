@@ -20,7 +20,7 @@ use nibble_cuda::NcclComm;
 use nibble_cuda::comm::Sums;
 use nibble_train::config::{Reductions, RunConfig};
 
-/// Work on a device, which every rank runs.
+/// Work that every rank runs on its device.
 pub trait Work: Sync {
     /// The result of rank 0.
     type Out: Send;

@@ -69,7 +69,7 @@ pub enum Meeting {
     },
 }
 
-/// How this process was launched; `None` if it has no launcher, or is the only process of its launcher.
+/// Determines how this process was launched; `None` if the process has no launcher, or is the only process of its launcher.
 ///
 /// `var` reads an environment variable; programs pass [`env::var`]. An empty variable counts as unset. `rendezvous` is HOST:PORT from the
 /// option `--rendezvous`. The option takes precedence over the variable `NIBBLE_RENDEZVOUS`, and both take precedence over a launcher's
@@ -111,7 +111,7 @@ pub fn launched(var: impl Fn(&str) -> Option<String>, rendezvous: Option<&str>) 
     Ok(Some(Launched { launcher, rank, world, local_rank, local_world, meeting }))
 }
 
-/// Returns the rank; it is 0 if the process is the only one, or if the variables are invalid, which [`launched`] reports.
+/// Returns the process's rank, which is 0 if the process is the only one, or if the variables are invalid, which [`launched`] reports.
 pub fn rank(var: impl Fn(&str) -> Option<String>) -> usize {
     who(&Vars(&var), None).ok().flatten().map_or(0, |(_, ranks)| ranks.rank)
 }

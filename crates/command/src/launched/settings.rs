@@ -13,8 +13,8 @@ const MAKE: &str = "export NIBBLE_SECRET=$(head -c 32 /dev/urandom | base64)";
 /// The command that creates a secret in a file, for messages.
 const MAKE_FILE: &str = "(umask 077; head -c 32 /dev/urandom | base64 > secret)";
 
-/// The secret that authenticates the processes of a run, if it was given. The secret is the variable `NIBBLE_SECRET`, or otherwise the
-/// trimmed content of the file that `NIBBLE_SECRET_FILE` names. `read_file` reads that file; programs pass [`read_secret`].
+/// The secret that authenticates the processes of a run, if the user has given a secret. The secret is the variable `NIBBLE_SECRET`, or
+/// otherwise the trimmed content of the file that `NIBBLE_SECRET_FILE` names. `read_file` reads that file; programs pass [`read_secret`].
 ///
 /// # Errors
 /// Returns [`Error::Usage`] for a secret of less than 16 bytes, and the error of `read_file`.
@@ -41,8 +41,8 @@ pub fn secret(
 /// Reads the file that contains a secret.
 ///
 /// # Errors
-/// Returns [`Error::Usage`] if the file cannot be read or is not a text file, or if, on Unix, users other than its owner can read or write
-/// it.
+/// Returns [`Error::Usage`] if the file cannot be read or is not a text file. On Unix, the same error is returned if users other than the
+/// file's owner can read or write the file.
 pub fn read_secret(path: &Path) -> Result<String> {
     let told = path.display();
     #[cfg(unix)]

@@ -60,7 +60,7 @@ impl Outputs {
     /// Checks the path of an output whose file has this mark.
     ///
     /// # Errors
-    /// Returns a usage error if the path is an input, another output or a file of a run; if the file exists without the mark and `--force`
+    /// Returns a usage error if the path is an input, another output or a file of a run, if the file exists without the mark and `--force`
     /// is not given, or if the path cannot be written.
     pub fn named(&mut self, path: &Path, mark: &Mark) -> Result<Output> {
         let place = resolved(path);

@@ -45,7 +45,7 @@ impl Inbox {
         &self.stage
     }
 
-    /// The reason why the run has failed, if it has failed.
+    /// The reason why the run has failed, if the run has failed.
     pub fn failure(&self) -> Option<&Failure> {
         match &self.stage {
             Stage::Failed { failure, .. } => Some(failure),

@@ -20,8 +20,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// Callbacks of a client. The callbacks run on the client's thread, which also reads and sends heartbeats. So callbacks must not block, and
-/// must not call [`Client::fail`] or [`Client::leave`].
+/// Callbacks of a client. The callbacks run on the client's thread, which also reads and sends heartbeats. Therefore callbacks must not
+/// block, and must not call [`Client::fail`] or [`Client::leave`].
 pub trait Ears: Send + Sync {
     /// Called for rows from another rank. Rows of one rank arrive in the order in which that rank sent them.
     fn rows(&self, from: usize, rows: Rows);
@@ -58,11 +58,11 @@ impl Client {
     /// Finds the run's hub, and returns after all ranks have joined and the hub has confirmed that their settings are equal.
     ///
     /// The addresses, each `HOST:PORT`, are tried in order and repeatedly until `limits.join` has passed. An address is skipped if nothing
-    /// listens there, or if another run's hub answers. `status` returns the rank's status; it must not block.
+    /// listens there, or if another run's hub answers. `status` returns the rank's status; this function must not block.
     ///
     /// # Errors
     /// Returns an error if no hub with this secret is found, if the hub refuses this rank or another rank, or if the run fails before all
-    /// ranks have joined. With a single address, a hub with another secret is an immediate error.
+    /// ranks have joined. If there is only a single address, a hub with another secret causes an immediate error.
     pub fn join(
         addresses: &[String],
         secret: &Secret,
@@ -118,7 +118,7 @@ impl Client {
         self.shared.queue.extend(frames);
     }
 
-    /// Tells the hub that this rank has failed, and waits at most a quarter of a deadline until the hub has told all ranks. The first
+    /// Tells the hub that this rank has failed. Waits until the hub has told all ranks, but at most a quarter of a deadline. The first
     /// failure is the failure of the run; [`Client::failure`] returns it. The result says whether the hub has confirmed a failure.
     pub fn fail(&self, cause: &str, is_user_error: bool) -> bool {
         let mut cause = cause.to_owned();
@@ -129,7 +129,7 @@ impl Client {
         matches!(stage, Stage::Failed { is_from_hub: true, .. })
     }
 
-    /// The reason why the run has failed, if it has failed.
+    /// The reason why the run has failed, if the run has failed.
     pub fn failure(&self) -> Option<Failure> {
         locked(&self.shared.inbox).failure().cloned()
     }

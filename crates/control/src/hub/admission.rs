@@ -6,7 +6,7 @@ use crate::join::Join;
 /// Maximum number of ranks that a message names; further ranks are only counted.
 const NAMED: usize = 16;
 
-/// Checks whether a process that knows the secret is a rank of this run; the result is `None` if it is, otherwise the reason why not.
+/// Checks whether a process that knows the secret is a rank of this run. The result is `None` if so, and otherwise the reason why not.
 /// `members` has an entry per rank, which is `None` until the rank joins. The new rank's settings are compared with those of the
 /// lowest-numbered rank that has joined.
 pub fn refusal(members: &[Option<&Join>], join: &Join) -> Option<String> {

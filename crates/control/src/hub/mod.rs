@@ -97,7 +97,7 @@ impl Hub {
         self.shared.with(|room| room.fail(Instant::now(), failure));
     }
 
-    /// The reason why the run has failed, if it has.
+    /// The reason why the run has failed, if the run has failed.
     pub fn failure(&self) -> Option<Failure> {
         locked(&self.shared.room).failure().cloned()
     }

@@ -81,7 +81,7 @@ impl Room {
         }
     }
 
-    /// The reason why the run has failed, if it has.
+    /// The reason why the run has failed, if the run has failed.
     pub fn failure(&self) -> Option<&Failure> {
         self.failure.as_ref().map(|(failure, _)| failure)
     }

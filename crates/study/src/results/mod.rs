@@ -17,7 +17,7 @@ pub use compare::{ALPHA, Comparison, Counts, Measure, POWER, Pooled, Verdict};
 pub use floor::NoiseFloor;
 pub use lag::Lag;
 
-/// The state of a cell: whether it has been run, and with which result.
+/// The state of a cell: whether the cell has been run, and with which result.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "is")]
 pub enum State {

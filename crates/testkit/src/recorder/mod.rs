@@ -114,7 +114,7 @@ pub struct Event {
 }
 
 impl Event {
-    /// Whether the event is a copy between host and device, or waits for such a copy.
+    /// Whether the event is a copy between host and device, or a wait for such a copy.
     pub fn is_transfer(&self) -> bool {
         let transfers = ["upload", "write", "download", "begin_download", "finish_download", "copy_out"];
         transfers.contains(&self.op)
@@ -172,7 +172,7 @@ impl<B: Backend> Recorder<B> {
         self.shared.lock().struck.clone()
     }
 
-    /// Makes the next replay fail before it executes anything.
+    /// Makes the next replay fail before the replay executes any operation.
     pub fn refuse_replay(&self) {
         self.shared.lock().refuses_replay = true;
     }

@@ -115,9 +115,10 @@ pub struct Latent<B: Kernels> {
     pub o: Linear<B>,
     /// The RoPE table `[positions, r]`, computed by [`rope_table`](super::rope_table). All layers share this table.
     pub rope: Tensor<B>,
-    /// Whether to save normalized latents in the form that their projections read, instead of recomputing them in the backward pass.
+    /// Whether to save normalized latents (in the form that their projections read), instead of recomputing these latents in the backward
+    /// pass.
     pub keep_normed: bool,
-    /// Whether to save queries, keys and values, instead of recomputing them from the latents.
+    /// Whether to save queries, keys and values, instead of recomputing these from the latents.
     pub keep_heads: bool,
 }
 

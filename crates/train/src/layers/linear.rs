@@ -27,14 +27,14 @@ pub struct Linear<B: Kernels> {
     pub bias: Option<Param<B>>,
     /// The layer's description for recipes.
     pub layer: recipe::Layer,
-    /// The name whose hash seeds the random signs of the Hadamard transforms in this layer's GEMMs. This name is the layer's own name,
-    /// unless several projections share one input: then it is the name of the layer that contains these projections.
+    /// The name whose hash seeds the random signs of the Hadamard transforms in this layer's GEMMs. If several projections share one input,
+    /// this is the name of the layer that contains these projections; otherwise it is the layer's own name.
     pub linear: String,
     /// Type of the output.
     pub out: DType,
 }
 
-/// The layer's input, in the format in which the recipe saves it for the backward pass.
+/// The input of a linear layer, in the format in which the recipe saves the input for the backward pass.
 #[derive(Debug)]
 pub struct LinearSaved<B: Kernels> {
     layer: String,

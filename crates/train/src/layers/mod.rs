@@ -39,7 +39,7 @@ use nibble_core::{Kernels, Result, Tensor};
 /// gradients of the layer's parameters and returns the gradient of the input. `backward` takes ownership of its `Saved`, so code that uses
 /// a `Saved` twice does not compile.
 ///
-/// The embedding and the head do not implement this trait; they have methods of the same names with other arguments.
+/// The embedding and the head do not implement this trait; their methods have the same names but other arguments.
 pub trait Layer<B: Kernels> {
     /// The layer's input.
     type In;

@@ -33,7 +33,7 @@ pub struct NormSaved<B: Kernels> {
 }
 
 /// The residual stream between two norms: the tensor x, and the output of the preceding attention, MLP or experts, which is not yet added
-/// to x. The next norm adds the two tensors while it reads them, and saves the sum as its input.
+/// to x. When the next norm reads the two tensors, it adds them and saves the sum as its input.
 #[derive(Debug, Clone)]
 pub struct Residual<B: Kernels> {
     /// The first term of the residual stream, `[t, d]`.

@@ -26,7 +26,7 @@ pub use ranks::RankTimes;
 pub use tensorboard::{EVENTS_PREFIX, EventLog};
 pub use watchdog::Watchdog;
 
-/// The metrics of a training step or of an evaluation. In the file, a field has torchtitan's name if torchtitan has such a field.
+/// The metrics of a training step or of an evaluation. Metrics that torchtitan also writes have torchtitan's names in the file.
 ///
 /// The line of a training step has the field `loss`. An evaluation writes another line, with `valid_loss` and the number of completed
 /// steps.
@@ -114,7 +114,7 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// The same metrics without the times that [`Trainer::settle`](crate::trainer::Trainer::settle) measures.
+    /// The same metrics, but without the times that [`Trainer::settle`](crate::trainer::Trainer::settle) measures.
     #[must_use]
     pub fn without_times(self) -> Self {
         Self { tps: None, tflops: None, seconds: None, data_seconds: None, ..self }

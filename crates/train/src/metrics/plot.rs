@@ -112,8 +112,8 @@ pub fn svg_beginning(command: &str) -> String {
 /// The command that plots losses. The plot that a training run writes by itself also names this command.
 pub const LOSSES_BY: &str = "nibble plot";
 
-/// Draws the plot, and returns the text of an SVG image of this size. With many runs, the image becomes wider by a column with the runs'
-/// names. The value of the image's attribute `data-plot` comes from [`plot_attribute`].
+/// Draws the plot, and returns the text of an SVG image of this size. If the plot shows many runs, the image is wider, because a column
+/// with the runs' names is added. The value of the image's attribute `data-plot` comes from [`plot_attribute`].
 ///
 /// # Errors
 /// Returns the reason why nothing can be drawn.

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Unchecked")]
 pub struct RankTimes {
-    /// Number of completed optimizer steps, as in [`super::Metrics`].
+    /// Number of completed optimizer steps, with the same meaning as in [`super::Metrics`].
     pub step: u64,
     /// Seconds from the issue of the step to the issue of the next step, including all work in between.
     pub seconds: Vec<f64>,
@@ -49,7 +49,7 @@ impl RankTimes {
         Some(Self { step: report.step(), seconds, waiting })
     }
 
-    /// For each rank, the seconds in which it did not wait for other ranks.
+    /// For each rank, the seconds of the step in which the rank did not wait for other ranks.
     #[must_use]
     pub fn busy(&self) -> Vec<f64> {
         self.seconds.iter().zip(&self.waiting).map(|(seconds, waiting)| seconds - waiting).collect()

@@ -49,8 +49,8 @@ impl EventLog {
         Ok(Self { file, path })
     }
 
-    /// Appends these metrics, with the names that they have in the metrics file. The data has reached the operating system when this
-    /// function returns.
+    /// Appends these metrics to the file; each metric has the same name as in the metrics file. The data has reached the operating system
+    /// when this function returns.
     ///
     /// # Errors
     /// Returns [`Error::Io`] if a call of the operating system fails.

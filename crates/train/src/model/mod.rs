@@ -88,7 +88,8 @@ impl<B: Kernels> Decoder<B> {
     /// Creates this rank's part of a decoder with random weights. The initial weights depend only on the seed.
     ///
     /// # Errors
-    /// Passes on errors of the backend. The configuration was already checked when it was read.
+    /// Passes on errors of the backend. This function does not check the configuration, because the configuration was checked when it was
+    /// read.
     pub fn new(
         b: &B,
         mesh: Mesh<'_, B>,

@@ -33,9 +33,9 @@ pub struct Experts<B: Kernels> {
 #[derive(Debug)]
 pub struct ExpertsSaved<B: Kernels> {
     layer: String,
-    /// The experts' input `[r, d]`; `None` if it is recomputed from the layer's input.
+    /// The experts' input `[r, d]`; `None` if the backward pass recomputes this input from the layer's input.
     pub x: Option<Operand<B>>,
-    /// The first product's output `[r, 2f]`; `None` if it is recomputed from the experts' input.
+    /// The first product's output `[r, 2f]`; `None` if the backward pass recomputes this output from the experts' input.
     pub h: Option<Operand<B>>,
     /// The second product's input `[r, f]`, in the recipe's saved form. If the recipe does not set this form, the input has the form that
     /// the second product's wgrad reads. `None` means that the input is recomputed from h.

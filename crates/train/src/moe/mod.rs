@@ -73,7 +73,7 @@ pub struct MoeSaved<B: Kernels> {
     experts: ExpertsSaved<B>,
 }
 
-/// The values that an expert layer contributes to the step's record. These values are saved whether or not the layer is recomputed.
+/// The values that an expert layer contributes to the step's record. These values are saved even if the layer's activations are recomputed.
 #[derive(Debug, Clone)]
 pub struct Routed<B: Kernels> {
     layer: String,
@@ -85,7 +85,7 @@ pub struct Routed<B: Kernels> {
     /// Whether the rows fit on this rank.
     pub placed: Placed<B>,
     /// The expert loads over which the layer's load-balancing loss is computed, if this is not done for each shard separately. The loads
-    /// come from the forward pass, and recomputation does not change them.
+    /// come from the forward pass; the recomputation in the backward pass does not change these loads.
     pub batch: Option<BatchLoad<B>>,
 }
 

@@ -20,7 +20,7 @@ use std::ops::Range;
 /// make the last bucket slower, which no computation overlaps. PyTorch's DDP uses the same size.
 const BUCKET_BYTES: usize = 25 << 20;
 
-/// Collects this rank's gradients until they are summed over ranks.
+/// Buffers that collect this rank's gradients until the gradients are summed over ranks.
 ///
 /// Gradients enter a bucket in the order in which they become ready; this order is the same on all ranks that sum these gradients. A full
 /// bucket is sent after the previous bucket has been received. So at most two buckets are in memory: one bucket that is being filled, and
@@ -100,7 +100,7 @@ impl<B: Kernels> Buckets<B> {
 pub(super) struct Summand<B: Kernels> {
     /// The name of the weight.
     pub name: String,
-    /// This rank's gradient, with all rows.
+    /// This rank's gradient of all rows of the weight.
     pub values: B::Buf<f32>,
     /// For each rank, the range of values that the rank receives.
     pub parts: Vec<Range<usize>>,

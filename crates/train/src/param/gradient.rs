@@ -12,8 +12,8 @@ pub struct GradientPlan {
     /// The type of the stored gradient: F32 or BF16. A BF16 gradient is rounded once per micro-batch and accumulated in F32.
     pub dtype: DType,
     /// Whether to sum the shards, and start the sum over ranks, right after the pass that computes the gradient. If so, memory holds one
-    /// gradient instead of one gradient per shard. This requires that a step has only one such pass: there is one micro-batch, and the
-    /// weight is used once.
+    /// gradient instead of one gradient per shard. If `at_once` is true, a step must have only one such pass: one micro-batch, and a weight
+    /// that is used once.
     pub at_once: bool,
 }
 
@@ -198,8 +198,8 @@ impl<B: Kernels> Param<B> {
         self.values(b, shards).map(drop)
     }
 
-    /// Sums the gradient over shards and ranks, or finishes this sum if it was started right after the gradient's pass. Each rank gets the
-    /// sum of the rows that it stores. [`reduce_gradients`] does the same for several weights.
+    /// Sums the gradient over shards and ranks; if this sum was already started after the gradient's pass, waits for its end. Each rank
+    /// gets the sum of those rows that the rank stores. [`reduce_gradients`] does the same for several weights.
     ///
     /// # Errors
     /// Returns the errors of the backend and other ranks.
@@ -231,8 +231,8 @@ impl<B: Kernels> Param<B> {
         Ok(())
     }
 
-    /// Waits for the sum over ranks, if it has been started. All ranks that hold the same weights must wait for these weights in the same
-    /// order.
+    /// Waits for the sum over ranks, if the sum has been started. All ranks that hold the same weights must wait for these weights in the
+    /// same order.
     ///
     /// # Errors
     /// Returns the errors of the backend and other ranks.

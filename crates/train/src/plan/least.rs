@@ -32,7 +32,7 @@ pub struct Extra {
     pub seconds: f64,
 }
 
-/// A value of `train.recompute`, with the predictions for it.
+/// A value of `train.recompute`, with the memory and the work that are predicted for this value.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Recomputed {
     /// The value.

@@ -134,8 +134,8 @@ pub fn predict(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Reci
     predict_rank(kind, mesh, largest_rank(mesh, config)?, config, recipe)
 }
 
-/// Like [`predict`], but assumes balanced routing: each rank receives an equal share of the token rows instead of as many rows as its
-/// capacity. `None` if no rows are exchanged, or if the capacity is no larger than this share.
+/// Like [`predict`], but assumes balanced routing: each rank receives an equal share of the token rows, instead of as many rows as its
+/// buffers can hold. `None` if no rows are exchanged, or if the capacity is no larger than this share.
 ///
 /// # Errors
 /// Returns the errors of [`predict`].
@@ -153,7 +153,7 @@ pub fn predict_balanced(
     predict(kind, mesh, &balanced, recipe).map(Some)
 }
 
-/// Like [`predict`], but for this rank of the mesh.
+/// Like [`predict`], but predicts the memory of the rank `rank` of the mesh.
 ///
 /// # Errors
 /// Returns the errors of [`predict`], and [`nibble_core::Error::Shape`] for a rank outside the mesh.
@@ -345,8 +345,8 @@ fn collected_bytes(rank: &mut RankState<'_, Dry>, mesh: MeshShape) -> usize {
 /// does not count as free.
 ///
 /// # Errors
-/// Returns [`Error::Memory`] if the run does not fit, with the run's largest parts and the shortest list of settings that would make it
-/// fit.
+/// Returns [`Error::Memory`] if the run does not fit. The error contains the run's largest parts and the shortest list of settings with
+/// which the run would fit.
 pub fn require_room<B: Backend>(
     b: &B,
     mesh: MeshShape,
@@ -356,7 +356,7 @@ pub fn require_room<B: Backend>(
     require_room_for(b, mesh, mesh.ranks(), config, recipe)
 }
 
-/// Like [`require_room`], but with `host_ranks` ranks on this host.
+/// Like [`require_room`], but assumes that `host_ranks` ranks run on this host.
 ///
 /// # Errors
 /// Returns the errors of [`require_room`].

@@ -293,7 +293,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         self.first_micro_batch_seen(|_, _| Ok(()))
     }
 
-    /// Like [`Step::first_micro_batch`], but also passes the forward pass to `look`.
+    /// Like [`Step::first_micro_batch`], but also calls `look` with the state of the forward pass.
     pub fn first_micro_batch_seen(
         &mut self,
         look: impl FnOnce(&Cx<'_, B>, Inside<'_, B>) -> nibble_core::Result<()>,

@@ -12,7 +12,7 @@ pub(crate) const fn planes_of(axis: BlockAxis) -> &'static str {
     }
 }
 
-/// The quantization error of one tensor in a step. The error compares the values as they are quantized, that is after the Hadamard
+/// The quantization error of one tensor in a step. The error is measured on the values that are quantized, that is after the Hadamard
 /// transform if there is one.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SiteError {

@@ -35,11 +35,11 @@ pub struct SiteCounts {
     pub inexact: u64,
     /// Number of blocks that contained a NaN or an infinity.
     pub non_finite: u64,
-    /// Number of values under a delayed scale that were larger than the largest representable number.
+    /// Number of values that exceeded the largest representable number under a delayed scale.
     pub saturated: u64,
     /// Number of values that were quantized with a delayed scale.
     pub delayed: u64,
-    /// The effect of quantization on the values, in a step that measures it.
+    /// What quantization did to the values, if this step measures quantization.
     pub measured: Measured,
 }
 
@@ -158,8 +158,8 @@ impl<B: Backend> Counted<B> {
     }
 }
 
-/// A rank's message to the other ranks when it issues a step. The step's record carries the message to all ranks, without a separate
-/// collective.
+/// The message that a rank sends to all other ranks when it issues a step. The step's record carries the message to all ranks, without a
+/// separate collective.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Told {
     /// The signal (a number below 128) that requested the end of the run on this rank; 0 means no signal.
@@ -292,8 +292,8 @@ impl Layout {
         self.bad_ids() + BAD_IDS.len()
     }
 
-    /// Index of the cell with the sum of the optimizer's scalars. The sum matters only if it is not finite, because the optimizer would
-    /// then turn every weight into NaN.
+    /// Index of the cell with the sum of the optimizer's scalars. The sum is only checked for being finite, because non-finite scalars
+    /// would make the optimizer turn every weight into NaN.
     pub fn scalars(&self) -> usize {
         self.nats() + self.shards
     }
@@ -439,8 +439,8 @@ impl<'a> Report<'a> {
     /// Checks whether the step is valid.
     ///
     /// # Errors
-    /// Returns [`Error::NonFinite`] naming the first site of the first rank that contained a NaN or an infinity, or the loss, the
-    /// optimizer's scalars, or the norm, and [`Error::Capacity`] if an expert layer had more rows than its buffers hold, and
+    /// Returns [`Error::NonFinite`] if a site, the loss, the optimizer's scalars or the norm contains a NaN or an infinity; the error names
+    /// the first such site of the first such rank. Returns [`Error::Capacity`] if an expert layer had more rows than its buffers hold, and
     /// [`Error::Shape`] for ids outside the vocabulary.
     pub fn verify(&self) -> Result<()> {
         if self.head[1] == 0.0 {

@@ -147,8 +147,8 @@ impl AttentionSpec {
         }
     }
 
-    /// The projections that read the layer's input, in the order of their gradients. These projections share the conversions of the input
-    /// if their precisions agree.
+    /// The projections that read the layer's input, in the order of their gradients. If the precisions of these projections agree, the
+    /// input is converted only once for all of them.
     #[must_use]
     pub fn inputs(&self) -> [&Part; 3] {
         match self {
@@ -314,7 +314,7 @@ impl MoeSpec {
         Self::with_options(id, shape, RouterOptions::default(), stds)
     }
 
-    /// Like [`MoeSpec::new`], but with these options of the router.
+    /// Like [`MoeSpec::new`], but the router has these options.
     #[must_use]
     pub fn with_options(id: &str, shape: MoeShape, options: RouterOptions, stds: [f32; 2]) -> Self {
         let (experts, d_model) = (Size::new("model.experts", shape.experts), Size::d_model(shape.d_model));

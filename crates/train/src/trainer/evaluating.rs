@@ -58,7 +58,7 @@ impl Evaluator {
     }
 
     /// Computes the held-out loss over `batches` batches of [`HeldOut::BATCH`] sequences (0: all sequences), and the scores of the tasks.
-    /// Writes, plots and reports the results. Returns `None` if the run was asked to stop before the evaluation was complete.
+    /// Writes, plots and reports the results. The result is `None` if the run was stopped before the evaluation was complete.
     pub fn evaluate<B: Kernels>(
         &self,
         trainer: &mut Trainer<'_, B>,

@@ -85,8 +85,8 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 
     /// Computes the held-out loss in nats of each evaluated sequence, and the number of their targets. `batches` batches of
-    /// [`HeldOut::BATCH`](crate::evaluation::HeldOut::BATCH) sequences are taken from all over the data; 0 means all sequences. So two
-    /// recipes with the same weights can be compared sequence by sequence. The results are the same on every rank.
+    /// [`HeldOut::BATCH`](crate::evaluation::HeldOut::BATCH) sequences are taken from all over the data; 0 means all sequences. With these
+    /// losses, two recipes with the same weights can be compared sequence by sequence. The results are the same on every rank.
     ///
     /// # Errors
     /// Returns the errors of [`Trainer::evaluate`].

@@ -453,7 +453,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         self.finish_combine(plan, self.begin_combine(plan, rows_rd.clone())?, plus_td)
     }
 
-    /// Starts to send the rows `[r, d]` back to the ranks of their tokens, where they will be summed. Other work may run during the
+    /// Starts to send the rows `[r, d]` back to the ranks of their tokens; those ranks will sum the rows. Other work may run during the
     /// transfer. On one rank no rows are sent.
     ///
     /// # Errors

@@ -69,8 +69,9 @@ impl ExchangeBytes {
     /// Computes the bytes of an exchange that sends rows to experts in the formats `dispatch` (forward, backward), and back in the formats
     /// `combine`.
     ///
-    /// A token's record and row are sent once to each rank that has one of its experts. Combine returns one row per slot; if combine sums
-    /// in a tree, it returns one plain, unpadded row per token and rank. The backward pass returns one gradient of a gate weight per slot.
+    /// A token's record and row are sent once to each rank that has one of its experts. Combine returns one row per slot; if rows are
+    /// summed in a tree, combine returns one plain, unpadded row per token and rank. The backward pass returns one gradient of a gate
+    /// weight per slot.
     pub fn of(counts: SlotCounts, way: Combine, dispatch: [RowKind; 2], combine: [RowKind; 2]) -> Self {
         let SlotCounts { tokens, slots, top_k } = counts;
         let [back, back_backward] = combine.map(|row| match way {
