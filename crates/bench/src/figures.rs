@@ -3,7 +3,7 @@
 /// Width of the GPU tables, in characters.
 pub const WIDTH: usize = 140;
 
-/// Parses positive sizes separated by x or ×. `expected` names the sizes and gives an example; error messages quote it.
+/// Parses positive sizes separated by x or ×. `expected` names the sizes and gives an example; error messages quote `expected`.
 pub fn parse_sizes<const N: usize>(text: &str, expected: &str) -> std::result::Result<[usize; N], String> {
     let sizes: Option<Vec<usize>> =
         text.split(['x', '×']).map(|n| n.parse().ok().filter(|n| *n > 0)).collect();

@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 /// The floor (least possible time) of all calls of one operation in a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Floor {
-    /// The least possible time summed over the calls; for each call, it is the larger of bytes / memory rate and flops / tensor-core rate.
+    /// The least possible time, summed over the calls. The least possible time of a call is the larger of bytes / memory rate and flops /
+    /// tensor-core rate.
     pub ms: f64,
     calls: usize,
     work: Work,

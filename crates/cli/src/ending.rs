@@ -24,7 +24,7 @@ pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     std::thread::Builder::new().name("ending".into()).spawn(wait).map(drop)
 }
 
-/// This system has no such signals, so the function does nothing.
+/// This system has no such signals, so this function does nothing.
 #[cfg(not(unix))]
 pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     Ok(())

@@ -18,7 +18,7 @@ pub struct RunFiles {
     pub dir: PathBuf,
     pub config: Config,
     pub recipe_name: String,
-    /// The recipe with which the run started, or the reason why it is unknown.
+    /// The recipe with which the run started, or the reason why the recipe is unknown.
     pub recipe: std::result::Result<Recipe, String>,
     /// The metrics of all steps and evaluations.
     pub metrics: Vec<Metrics>,

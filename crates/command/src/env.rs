@@ -156,7 +156,8 @@ pub fn all() -> impl Iterator<Item = (&'static str, &'static str)> {
     VARIABLES.iter().copied().chain(nibble_cuda::env::HELP.iter().copied())
 }
 
-/// The value of an environment variable; `None` if it is not set. [`require_text`] has already refused values that are not Unicode.
+/// The value of an environment variable; `None` if the variable is not set. [`require_text`] has already refused values that are not
+/// Unicode.
 #[must_use]
 pub fn var(name: &str) -> Option<String> {
     std::env::var(name).ok()

@@ -66,7 +66,7 @@ pub fn this() -> Option<&'static Process> {
     THIS.get().and_then(Option::as_ref)
 }
 
-/// Whether this process prints for all ranks, because it is the only one or is rank 0.
+/// Whether this process prints for all ranks, because it is the only process or is rank 0.
 pub fn is_first() -> bool {
     rank() == 0
 }
@@ -109,7 +109,8 @@ impl Process {
     }
 
     /// Adapts a run that had another number of ranks to the present number of ranks. The new number of replicas is the greatest common
-    /// divisor of the old number of replicas and the number of ranks, so it divides every number that the old number of replicas divided.
+    /// divisor of the old number of replicas and the number of ranks. The new number therefore divides every number that the old number
+    /// divided.
     pub fn divide(&self, run: &mut RunConfig) {
         run.ranks = self.launched.world;
         run.dp = common_divisor(run.dp, run.ranks);

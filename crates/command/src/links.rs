@@ -321,7 +321,7 @@ impl Links {
         (rates[(len - 1) / 2] + rates[len / 2]) / 2.0
     }
 
-    /// A text with one line per kind of link.
+    /// Lines of text that can be printed, one per kind of link.
     pub fn summary(&self) -> Vec<String> {
         let of = |kind| {
             let links = self.of(kind);
@@ -342,7 +342,7 @@ impl Links {
         [Kind::Within, Kind::Between].into_iter().filter_map(of).collect()
     }
 
-    /// A text with one line per slow link, slowest first, and one line with the number of further slow links.
+    /// Lines of text that can be printed: one per slow link, slowest first, and one with the number of further slow links.
     pub fn warnings(&self) -> Vec<String> {
         let slow = self.slow();
         let mut lines: Vec<String> = slow.iter().take(MOST_TOLD).map(|slow| self.told(slow)).collect();

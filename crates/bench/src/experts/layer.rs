@@ -176,7 +176,7 @@ fn uneven<B: Backend>(b: &B, shape: LayerShape) -> Result<Routing<B>> {
     chosen(b, &expert, &weight)
 }
 
-/// Creates a routing with these experts and gate weights, one per slot; it lacks the inputs of the router's losses.
+/// Creates a routing with these experts and gate weights, one per slot; the inputs of the router's losses are missing.
 pub fn chosen<B: Backend>(b: &B, expert: &[i32], weight: &[f32]) -> Result<Routing<B>> {
     Ok(Routing {
         expert: b.upload(expert)?,

@@ -198,7 +198,7 @@ fn each(
     operands.iter().map(|&operands| ProductCase { pass, operands, load, rows, n, k }).collect()
 }
 
-/// The dense GEMMs from which the reference rate of the tensor cores is measured: the fastest of them defines the rate.
+/// The dense GEMMs that measure the reference rate of the tensor cores, which is the rate of the fastest of these GEMMs.
 pub fn ceilings() -> Section {
     use Operands::{Bf16, Fp8, Library, LibraryFp8};
     let dense = |rows, size| each(Pass::Fprop, size, Load::Dense, rows, &[Library, Bf16, LibraryFp8, Fp8]);

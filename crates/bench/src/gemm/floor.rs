@@ -27,7 +27,7 @@ pub struct Work {
 
 impl Work {
     /// Computes the flops and bytes of a GEMM. Every operand counts once, and padding rows do not count. Weights of empty groups do not
-    /// count, because they need not be read and their gradients need not be updated.
+    /// count, because a GEMM need not read these weights and need not update their gradients.
     pub fn of(product: &ProductCase) -> Self {
         let lengths = product.load.lengths(product.rows);
         let tile = if product.pass.is_wgrad() { TILE_CONTRACTION } else { TILE_ROWS };

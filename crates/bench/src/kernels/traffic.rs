@@ -37,7 +37,7 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// The same rows with another number of columns.
+    /// The same rows, with `cols` columns.
     pub fn wide(self, cols: usize) -> Self {
         Self { cols, ..self }
     }

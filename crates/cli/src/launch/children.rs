@@ -249,8 +249,8 @@ impl Children {
     }
 }
 
-/// Makes the operating system send SIGTERM to the new process when this program ends, because the new process has no connection over which
-/// it would notice the end.
+/// Makes the operating system send SIGTERM to the new process when this program ends, because the new process has no connection that would
+/// tell it about the end.
 #[cfg(target_os = "linux")]
 pub fn end_with_parent(process: &mut Command) {
     let parent = std::process::id();

@@ -16,13 +16,13 @@ pub struct Sequence {
     pub source: String,
     /// Index of the sequence's first token within the source.
     pub first_token: u64,
-    /// Mean loss of the targets in nats; null in JSON if it is not finite.
+    /// Mean loss of the targets in nats; null in JSON if the loss is not finite.
     pub loss: f64,
     /// Index, within the sequence, of the first of the [`WINDOW`] tokens with the highest loss.
     pub at: usize,
     /// The ids of these tokens.
     pub ids: Vec<i32>,
-    /// The text of these tokens, if it is known.
+    /// The text of these tokens, if the text is known.
     pub text: Option<String>,
 }
 

@@ -37,7 +37,7 @@ pub fn ranges(numbers: &[usize]) -> String {
     runs.into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
-/// A saved activation, with the layers that save it in the same format.
+/// A saved activation, and the layers that save this activation in the same format.
 pub struct Kept {
     pub layers: Group,
     pub tensor: &'static str,

@@ -47,7 +47,7 @@ pub struct On<'a, B: Device> {
 }
 
 impl<B: Device> On<'_, B> {
-    /// Describes the device, and why it was chosen.
+    /// Describes the device, and why the device was chosen.
     pub fn describe(&self) -> String {
         let mesh = self.mesh.shape();
         let ranks = match (mesh.ranks(), mesh.dp) {

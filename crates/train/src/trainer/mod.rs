@@ -150,7 +150,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// of its run. The trainer has no data, because generation needs none; `with_data` adds data.
     ///
     /// # Errors
-    /// Returns the errors of [`Trainer::new`], except those of data.
+    /// Returns the errors of [`Trainer::new`], except the errors of data.
     pub fn under(b: &'a B, mesh: impl Into<Mesh<'a, B>>, config: &Config, recipe: Recipe) -> Result<Self> {
         let (mesh, recipe) = (mesh.into(), for_run(config, recipe));
         phase(format_args!("making the model"));

@@ -16,11 +16,11 @@ use std::path::Path;
 /// The results that a step computes before the optimizer runs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tried {
-    /// Loss in nats, as in the metrics.
+    /// Loss in nats, with the meaning that the loss has in the metrics.
     pub loss: f64,
     /// Norm of the gradient before clipping.
     pub grad_norm: f64,
-    /// The first tensor that is not finite, as a run would report it.
+    /// The first tensor that is not finite, with the name that a run would report.
     pub non_finite: Option<String>,
     /// The layer metrics of the step, with quantization measured in all layers.
     pub layers: LayerMetrics,
@@ -205,7 +205,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// position. On one rank only.
     ///
     /// # Errors
-    /// Returns an error for other parameters than those of the model, and passes on errors of the backend.
+    /// Returns an error if the parameters are not those of the model, and passes on errors of the backend.
     pub fn set_weights(&mut self, weights: &[(String, Vec<f32>)], step: u64) -> Result<()> {
         self.require_settled("set_weights")?;
         let b = self.rank.context.b;

@@ -41,8 +41,8 @@ impl<B: Kernels> Trainer<'_, B> {
         last.ok_or_else(|| CoreError::shape("train_step", "record", "none", "that of the step").into())
     }
 
-    /// Issues an optimizer step without waiting for it. [`Trainer::settle`] must read the step's record before the step after the next is
-    /// issued. A step whose gradients are not finite changes no weight, and no later step changes any weight either.
+    /// Issues an optimizer step without waiting for the step's result. [`Trainer::settle`] must read the step's record before the step
+    /// after the next is issued. A step whose gradients are not finite changes no weight, and no later step changes any weight either.
     ///
     /// # Errors
     /// Passes on errors of the backend, the data, or other ranks, and returns an error if the records of two steps have not been read.
@@ -121,7 +121,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// Waits for the oldest unread record and reads it. Returns `None` if there is no unread record.
+    /// Waits for the oldest unread record, and reads this record. Returns `None` if there is no unread record.
     ///
     /// With expert parallelism, a step's all-to-all may have overflowed its buffers. The step with the overflow and the later issued steps
     /// are then retried with larger buffers, and this function returns the metrics of the retried step. Therefore every rank must call this

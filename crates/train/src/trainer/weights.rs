@@ -214,9 +214,9 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Loads the weights of `train.init_from`, if this key is set; with `train.init_state = "all"`, also loads the other state of that run.
     ///
     /// # Errors
-    /// Returns [`crate::Error::Checkpoint`] if a tensor is missing, unexpected or of another shape (the error names it), or if the folder
-    /// cannot be read. Returns [`crate::Error::Config`] if `train.init_state = "all"` cannot be met: the folder has no optimizer state, or
-    /// its position is not one of this run.
+    /// Returns [`crate::Error::Checkpoint`] if a tensor is missing, unexpected or of another shape (the error names the tensor), or if the
+    /// folder cannot be read. Returns [`crate::Error::Config`] if `train.init_state = "all"` cannot be met: the folder has no optimizer
+    /// state, or its position is not one of this run.
     pub fn load_initial(&mut self) -> Result<()> {
         let from = self.rank.context.config.train.init_from.clone();
         let takes_all = self.rank.context.config.train.init_state == InitState::All;

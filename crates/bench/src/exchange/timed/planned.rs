@@ -50,7 +50,7 @@ pub struct Size {
 }
 
 impl Size {
-    /// Number of rows that a sender sends to each rank; it is the same for every sender.
+    /// Number of rows that a sender sends to each rank, which is the same for every sender.
     pub fn rows_to(&self) -> Vec<usize> {
         let Self { rows, ranks, .. } = *self;
         let share = rows / ranks;

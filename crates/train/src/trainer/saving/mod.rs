@@ -66,8 +66,8 @@ impl<B: Backend> Default for Saving<B> {
 }
 
 impl<B: Backend> Saving<B> {
-    /// Waits until no thread reads weights and moments any more, so that the optimizer may change them. Errors of the copy are not returned
-    /// here; the writer reports them.
+    /// Waits until no thread reads weights and moments any more, so that the optimizer may change weights and moments. The writer reports
+    /// errors of the copy; this function does not return these errors.
     pub fn wait_copied(&mut self) {
         if let Some(Err(panic)) = self.copier.take().map(JoinHandle::join) {
             std::panic::resume_unwind(panic);
@@ -79,8 +79,8 @@ impl<B: Backend> Saving<B> {
         self.owner.as_ref().is_some_and(Owner::is_writing)
     }
 
-    /// Whether [`Saving::finish`] would return at once. `writes` is a flag of the last record; with several ranks, it says whether any rank
-    /// is still writing.
+    /// Whether [`Saving::finish`] would return at once. `writes` is a flag of the last record; with several ranks, the flag says whether
+    /// any rank is still writing.
     pub fn is_done(&self, writes: bool) -> bool {
         match self.owner {
             Some(_) => !writes,

@@ -31,8 +31,8 @@ impl<B: Kernels> Trainer<'_, B> {
     /// progress; [`Trainer::saved`] then does not return that checkpoint.
     ///
     /// # Errors
-    /// Returns an error if a step's record has not been read; the errors of the previous checkpoint; errors of the backend and of other
-    /// ranks, and [`crate::Error::Checkpoint`] on a rank that does not see the store's folder. [`Trainer::saved`] and
+    /// Returns an error if a step's record has not been read, and [`crate::Error::Checkpoint`] on a rank that does not see the store's
+    /// folder. Passes on the errors of the previous checkpoint, of the backend and of other ranks. [`Trainer::saved`] and
     /// [`Trainer::finish_save`] return later errors.
     pub fn begin_save(&mut self, store: Option<&Store>) -> Result<()> {
         self.require_settled("save")?;
@@ -106,8 +106,9 @@ impl<B: Kernels> Trainer<'_, B> {
     /// so every rank must call this function after the same step.
     ///
     /// # Errors
-    /// Returns [`crate::Error::Io`] if the checkpoint could not be written, and passes on errors of the backend. With several ranks, the
-    /// error on the rank that could not write a file names the file and the rank, and the other ranks get [`nibble_core::Error::Comm`].
+    /// Returns [`crate::Error::Io`] if the checkpoint could not be written, and passes on errors of the backend. With several ranks, only
+    /// the rank that could not write a file gets an error that names the file and the rank; the other ranks get
+    /// [`nibble_core::Error::Comm`].
     pub fn saved(&mut self) -> Result<Option<PathBuf>> {
         if self.saving.is_done(self.any_told.writing) { self.finish_save() } else { Ok(None) }
     }

@@ -74,7 +74,7 @@ impl Origin {
         Ok(Self { store, checkpoint: Some(checkpoint), config, recipe, data: Some(data) })
     }
 
-    /// Breaks with the run's summary if the run is finished, that is, if it has completed every step and the final evaluation.
+    /// Breaks with the run's summary if the run is finished, that is, if every step and the final evaluation are complete.
     ///
     /// # Errors
     /// Returns an error if the run's metrics cannot be read, and passes on errors of other ranks.

@@ -66,8 +66,8 @@ const FILES: [&str; 10] = [
     LOG_FILE,
 ];
 
-/// Whether a run has begun in a directory: the run's configuration exists there. A run that ended before it wrote its configuration has
-/// left only a lock file, which the next run takes over.
+/// Whether a run has begun in a directory, that is, whether the run's configuration exists there. A run that ended before it wrote its
+/// configuration has left only a lock file, which the next run takes over.
 #[must_use]
 pub fn has_begun(dir: &Path) -> bool {
     Store::is_in(dir) && dir.join(CONFIG_FILE).exists() || has_checkpoints(dir)
@@ -155,7 +155,8 @@ pub fn require_free(dir: &Path) -> Result<()> {
 }
 
 /// Finds the directory of the run that a configuration resumes: `run.dir`, if the user has named the directory. Otherwise the runs that
-/// have begun in this directory and in its numbered siblings are considered: the only run, or the latest run with this configuration.
+/// have begun in this directory and in its numbered siblings are considered; the result is the only run, or the latest run with this
+/// configuration.
 ///
 /// # Errors
 /// Returns an error if the directories cannot be listed, and [`Error::Config`] naming the runs if there are several, and none has this
