@@ -3,7 +3,7 @@
 /// Width of the GPU tables, in characters.
 pub const WIDTH: usize = 140;
 
-/// Parses positive sizes separated by x or ×. `expected` gives their names and an example, for the error.
+/// Parses positive sizes separated by x or ×. `expected` names the sizes and gives an example; error messages quote `expected`.
 pub fn parse_sizes<const N: usize>(text: &str, expected: &str) -> std::result::Result<[usize; N], String> {
     let sizes: Option<Vec<usize>> =
         text.split(['x', '×']).map(|n| n.parse().ok().filter(|n| *n > 0)).collect();
@@ -11,7 +11,7 @@ pub fn parse_sizes<const N: usize>(text: &str, expected: &str) -> std::result::R
     sizes.ok_or_else(|| format!("`{text}` is not {expected} say"))
 }
 
-/// The median. The median is the mean of the middle two values for an even number of values, and NaN without values.
+/// The median of these values: the mean of the middle two for an even number of values, and NaN without values.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;

@@ -12,18 +12,18 @@ use nibble_train::trainer::Trainer;
 use serde_json::{Value, json};
 use std::time::Instant;
 
-/// How long to train, and within which memory.
+/// How long each configuration trains, and within which memory.
 #[derive(Debug, Clone, Copy)]
 pub struct Fit {
     /// Bytes of one device.
     pub limit: usize,
     /// Number of measured steps.
     pub steps: usize,
-    /// Seconds of training before them.
+    /// Number of seconds of training before the measured steps.
     pub warm_up: f64,
 }
 
-/// Measures each configuration on a device that is opened for it alone, so that nothing of the one before is left.
+/// Measures each configuration on a newly opened device, so that nothing remains of the previous configuration.
 pub fn run(name: &str, configs: &[Config], fit: Fit) -> Result<Value> {
     let measured = |(i, config): (usize, &Config)| {
         device::run(&config.run, &One { name, config, fit, is_first: i == 0 })

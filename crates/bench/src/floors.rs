@@ -5,17 +5,18 @@ use nibble_train::plan::{Call, Work};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// The floor of all calls of one operation in a step.
+/// The floor (least possible time) of all calls of one operation in a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Floor {
-    /// Sum over calls of the minimum time: the larger of bytes / memory rate and flops / tensor-core rate.
+    /// The least possible time, summed over the calls. The least possible time of a call is the larger of bytes / memory rate and flops /
+    /// tensor-core rate.
     pub ms: f64,
     calls: usize,
     work: Work,
 }
 
 impl Floor {
-    /// The components of the floor, as JSON.
+    /// The numbers from which the floor is computed, as JSON.
     pub fn figures(&self) -> Value {
         let Work { read, written, flops } = self.work;
         json!({
@@ -25,7 +26,7 @@ impl Floor {
     }
 }
 
-/// The floors of a step's operations, and the rates from which they are computed.
+/// The floors (least possible times) of a step's operations, and the rates from which these floors are computed.
 #[derive(Debug)]
 pub struct Floors {
     pub peaks: Peaks,
@@ -44,7 +45,7 @@ impl Floors {
         Self { peaks, by_op }
     }
 
-    /// The floor of an operation; `None` for work that is not an operation, such as copies and fills.
+    /// The floor (least possible time) of an operation; `None` for work that is not an operation, such as copies and fills.
     pub fn get(&self, op: &str) -> Option<&Floor> {
         self.by_op.get(op)
     }

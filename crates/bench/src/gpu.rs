@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 /// Number of calls timed from the host.
 const ISSUED_CALLS: usize = 15;
 
-/// Pause between a sustained run and the next burst, so that every burst starts on a GPU in the same state.
+/// The pause between a sustained run and the next burst, which lets every burst start on a GPU in the same state.
 pub const COOL_DOWN: Duration = Duration::from_millis(300);
 
 /// A GPU, its stopwatch and its memory rates.
@@ -36,7 +36,7 @@ impl Bench {
         Ok(1e3 * f64::from(self.stopwatch.burst_ms(|| work(&self.cuda))?))
     }
 
-    /// Measures the microseconds of a call on the host, from issue to completion.
+    /// Measures the microseconds of a call with the host's clock, from issue to completion.
     pub fn issued_us(&self, work: impl Fn(&Cuda) -> CoreResult<()>) -> CoreResult<f64> {
         let device = self.cuda.device();
         let mut times = Vec::new();
@@ -50,7 +50,7 @@ impl Bench {
         Ok(median(times))
     }
 
-    /// Prints the GPU and its rates.
+    /// Prints the GPU's name and its measured rates.
     pub fn header(&self) -> Value {
         let (info, found) = (self.cuda.device().info(), probe());
         let version =
@@ -65,7 +65,7 @@ impl Bench {
     }
 }
 
-/// Adds a sustained time to a JSON object: `NAME_ms`, and `NAME_draw` if the power draw is known.
+/// Adds a sustained time to a JSON object under the key `NAME_ms`, and the power draw, if known, under `NAME_draw`.
 pub fn put_sustained(object: &mut Value, name: &str, s: &Sustained) {
     object[format!("{name}_ms")] = json!({ "median": s.median_ms, "min": s.min_ms, "max": s.max_ms });
     if let Some(draw) = s.draw {
@@ -73,10 +73,10 @@ pub fn put_sustained(object: &mut Value, name: &str, s: &Sustained) {
     }
 }
 
-/// The items whose names contain an element of `only`, ignoring case; all items if `only` is empty.
+/// Selects the items whose names contain an element of `only`, ignoring case; an empty `only` selects all items.
 ///
 /// # Errors
-/// If no name matches; the error lists the names.
+/// Returns an error if no name matches, and the error lists the names.
 pub fn wanted<T>(mut all: Vec<T>, only: &[String], name: impl Fn(&T) -> String) -> Result<Vec<T>> {
     let parts: Vec<String> = only.iter().map(|part| part.to_lowercase()).collect();
     let names: Vec<String> = all.iter().map(&name).collect();

@@ -100,7 +100,7 @@ impl What {
 /// Runs the selected measurements, prints them, and writes the figures if requested.
 ///
 /// # Errors
-/// A usage error for a missing device or configuration; errors of the measured work.
+/// Returns a usage error for a missing device or configuration, and passes on errors of the measured work.
 pub fn run(args: Args) -> Result<()> {
     let what = args.what.unwrap_or_else(|| What::All(step::Args::default()));
     let mut outputs = Outputs::new(args.force, what.inputs()?);

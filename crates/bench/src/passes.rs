@@ -5,7 +5,7 @@ use nibble_command::error::Result;
 use nibble_train::trainer::Trainer;
 use std::time::Instant;
 
-/// Runs steps, each issued before the previous step's record has been read. Returns the total seconds.
+/// Runs training steps; each step is issued before the record of the previous step has been read. Returns the total seconds.
 pub fn pass<B: Device>(trainer: &mut Trainer<'_, B>, steps: usize) -> Result<f64> {
     let start = Instant::now();
     for _ in 0..steps {

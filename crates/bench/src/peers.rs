@@ -1,7 +1,7 @@
 //! The projects with which Nibble is compared, and the sources of their figures. The figures are constants: no other project's code runs
 //! here.
 
-/// Machine and dates of all these figures.
+/// The machine on which all these figures were measured, and the dates.
 pub const MEASURED: &str = "an NVIDIA H200 (700 W, driver 580.159, CUDA 13.0) on 2026-11-21 and 22";
 
 /// A project with which Nibble is compared.
@@ -9,16 +9,16 @@ pub const MEASURED: &str = "an NVIDIA H200 (700 W, driver 580.159, CUDA 13.0) on
 pub struct Who {
     /// The project's name in tables.
     pub name: &'static str,
-    /// Repository and commit, or release, and what was measured.
+    /// The repository and its commit or release, and a description of what was measured.
     pub source: &'static str,
-    /// Whether the kernel is a project's released kernel, and not compiler output or a quickly written kernel.
+    /// Whether the measured kernel is one that the project has released, as opposed to compiler output or a quickly written kernel.
     pub published: bool,
-    /// The script under `benchmarks/peers` that measures the project, and what the script leaves out.
+    /// The script under `benchmarks/peers` that measures the project, and a list of what the script leaves out.
     pub script: Option<(&'static str, &'static str)>,
 }
 
 impl Who {
-    /// The project's lines in the footer of a table.
+    /// The lines about the project below a table.
     pub fn lines(&self) -> String {
         let again = match self.script {
             None => "no script here".to_owned(),

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Sums of a step's spans.
+/// The time spans of a step, summed by kind.
 pub struct Timeline {
     /// Nanoseconds from the start of the first span to the end of the last span.
     total_ns: u64,
@@ -23,8 +23,8 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// Sums spans, which must be in chronological order. If two spans overlap, the later span counts only from the end of the earlier span.
-    /// Messages between ranks overlap with all other spans and are summed separately.
+    /// Sums time spans, which must be in chronological order. If two spans overlap, the later span is counted only from the end of the
+    /// earlier span. Messages between ranks overlap with all other spans and are summed separately.
     pub fn of(spans: &[Span]) -> Self {
         let (messages, work): (Vec<&Span>, Vec<&Span>) =
             spans.iter().partition(|span| span.what.op == EXCHANGE);
@@ -83,7 +83,8 @@ impl Timeline {
         ops
     }
 
-    /// Prints the operations that take at least 1 % of a step, with their floors if these are known. Returns all figures as JSON.
+    /// Prints the operations that take at least 1 % of a step, each with its floor (least possible time) if known. Returns all measurements
+    /// as JSON.
     pub fn tell(&self, floors: Option<&Floors>) -> Value {
         let share = |ns: u64| 100.0 * ns as f64 / self.total_ns.max(1) as f64;
         if floors.is_some() {

@@ -10,7 +10,8 @@ use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A progress bar on a terminal. Elsewhere, only notes that this process waits for another process, or that a cache was damaged.
+/// A progress bar that is drawn if the output is a terminal. Without a terminal, the bar only notes that this process waits for another
+/// process, or that a cache was damaged.
 pub struct ReadingBar {
     bar: Option<ProgressBar>,
     what: String,
@@ -21,7 +22,7 @@ pub struct ReadingBar {
 }
 
 impl ReadingBar {
-    /// A bar titled `what`; reading stops after `stop` holds a signal.
+    /// A bar with the title `what`; reading stops as soon as `stop` holds a signal's number.
     pub fn new(what: String, stop: Option<&'static AtomicUsize>) -> Self {
         Self { bar: None, what, stop, has_told: false }
     }
@@ -72,16 +73,16 @@ impl Drop for ReadingBar {
 /// Builds the token caches that a configuration's data need; a signal stops the work.
 ///
 /// # Errors
-/// If data cannot be read.
+/// Returns an error if data cannot be read.
 pub fn make(config: &Config, stop: Option<&'static AtomicUsize>) -> Result<Vec<Given>> {
     let what = format!("reading {}", config.data.described());
     Ok(Dataset::prepare(config, &mut ReadingBar::new(what, stop))?)
 }
 
-/// Calls [`make`] for a run. Also prints the share of each source, if there is more to print than the source's name.
+/// Builds the token caches for a run, with [`make`]. This function also prints the share of each source, unless there is only one source.
 ///
 /// # Errors
-/// The errors of [`make`].
+/// Returns the errors of [`make`].
 pub fn prepare(config: &Config, stop: Option<&'static AtomicUsize>) -> Result<()> {
     let given = make(config, stop)?;
     if joined::is_first() {

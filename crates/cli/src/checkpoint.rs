@@ -25,7 +25,7 @@ impl Trained {
     /// Opens a folder with a model, a checkpoint's directory, or the newest whole checkpoint of a run's directory.
     ///
     /// # Errors
-    /// If the path has no model.
+    /// Returns an error if the path has no model.
     pub fn open(path: &Path) -> Result<Self> {
         match is_folder(path) {
             true => Ok(Self::Folder(Box::new(Pretrained::open(path)?))),
@@ -33,7 +33,7 @@ impl Trained {
         }
     }
 
-    /// The checkpoint; `None` for a folder.
+    /// The checkpoint, or `None` if a folder with a model was opened.
     pub fn checkpoint(&self) -> Option<&Checkpoint> {
         match self {
             Self::Checkpoint(checkpoint) => Some(checkpoint),
@@ -41,10 +41,10 @@ impl Trained {
         }
     }
 
-    /// Overrides with which text is encoded by a folder's own tokenizer; empty for a checkpoint.
+    /// The overrides that make a folder's own tokenizer encode text; empty for a checkpoint.
     ///
     /// # Errors
-    /// If the folder has no readable tokenizer.
+    /// Returns an error if the folder has no readable tokenizer.
     pub fn tokens(&self) -> Result<Vec<String>> {
         let Self::Folder(folder) = self else { return Ok(Vec::new()) };
         match folder.tokenizer()? {
@@ -61,8 +61,8 @@ impl Trained {
         }
     }
 
-    /// The configuration of the checkpoint, or a configuration that starts from the folder, changed by `overrides`. It is for one rank, and
-    /// for this machine's device unless `overrides` name another device.
+    /// The configuration of the checkpoint, or a configuration derived from the folder's model, changed by `overrides`. The configuration
+    /// is for one rank, and for this machine's device unless `overrides` name another device.
     pub fn config(&self, overrides: &[String]) -> Result<Config> {
         match self {
             Self::Checkpoint(checkpoint) => config(checkpoint, overrides),
@@ -70,7 +70,7 @@ impl Trained {
         }
     }
 
-    /// The token that precedes texts on which the model is scored.
+    /// The token that precedes each text on which the model is scored.
     pub fn beginning(&self, config: &Config) -> Result<Beginning> {
         Ok(match self {
             Self::Checkpoint(_) => Beginning::of_run(config)?,
@@ -78,7 +78,7 @@ impl Trained {
         })
     }
 
-    /// The recipe that `overrides` name; otherwise the stored recipe of the run, or BF16 for a folder.
+    /// The recipe that `overrides` name; otherwise the recipe stored with the run, or BF16 for a folder.
     pub fn recipe(&self, config: &Config, overrides: &[String]) -> Result<Recipe> {
         match self {
             Self::Checkpoint(checkpoint) => recipe(checkpoint, config, overrides),
@@ -136,7 +136,7 @@ fn of_folder(folder: &Pretrained, overrides: &[String]) -> Result<Config> {
 /// with a warning.
 ///
 /// # Errors
-/// If the path has no complete checkpoint.
+/// Returns an error if the path has no complete checkpoint.
 pub fn open(path: &Path) -> Result<Checkpoint> {
     if !path.exists() {
         return Err(Error::usage(format!("{}: no such run or checkpoint", path.display())));

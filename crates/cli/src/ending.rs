@@ -1,9 +1,10 @@
 //! A signal ends every command except `train` at once, after the command's unfinished files are removed.
 
-/// From now on, SIGINT, SIGTERM and SIGHUP first remove this process's unfinished files, and then have their default effect.
+/// Installs handlers: from now on, SIGINT, SIGTERM and SIGHUP first remove this process's unfinished files, and then have their default
+/// effect.
 ///
 /// # Errors
-/// If the system refuses a handler or a thread.
+/// Returns an error if the system refuses a handler or a thread.
 #[cfg(unix)]
 pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -23,7 +24,7 @@ pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     std::thread::Builder::new().name("ending".into()).spawn(wait).map(drop)
 }
 
-/// This system has no such signals, so the function does nothing.
+/// This system has no such signals, so this function does nothing.
 #[cfg(not(unix))]
 pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     Ok(())

@@ -80,7 +80,7 @@ impl Gemm {
     /// The recipe in this GEMM, and the reference in everything else. The name says so.
     ///
     /// # Errors
-    /// If no kernel can execute the mixture, or if a key of the recipe has no effect in it.
+    /// Returns an error if no kernel can execute the mixture, or if a key of the recipe has no effect in it.
     fn alone(self, recipe: &Recipe, reference: &Recipe) -> Result<Recipe> {
         let (name, others) = match self {
             Self::Fprop => ("fprop", r#""dgrad", "wgrad", "saved""#),

@@ -8,7 +8,7 @@ use std::path::Path;
 /// Parses the command line.
 ///
 /// # Errors
-/// An error for an invalid command line, or a request for help or version.
+/// Returns an error for an invalid command line, or a request for help or version.
 pub fn parse<C: Parser>() -> Result<C, Error> {
     let words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
     if let Some(why) = separated(&words) {

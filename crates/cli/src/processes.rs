@@ -23,7 +23,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// A record of this process, which starts now.
+    /// Creates a record of this process, which starts now.
     pub fn now(step: u64, device: &str) -> Self {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let version = env!("CARGO_PKG_VERSION").to_owned();
@@ -31,10 +31,10 @@ impl Process {
         Self { began: now.as_secs(), step, device, processor, version }
     }
 
-    /// Appends the process's line to the file of the run in this directory.
+    /// Appends a line about this process to the file in the run's directory.
     ///
     /// # Errors
-    /// The error of the system.
+    /// Returns the error of the operating system.
     pub fn note(&self, dir: &Path) -> std::io::Result<()> {
         let Self { began, step, device, processor, version } = self;
         let line = json!({ "began": began, "step": step, "device": device, "processor": processor, "version": version });
@@ -42,8 +42,8 @@ impl Process {
         file.write_all(format!("{line}\n").as_bytes())
     }
 
-    /// The processes of the run in this directory, in order. Unreadable lines are skipped. The list is empty for older runs, which have no
-    /// such file.
+    /// The processes that have worked on the run in this directory, in order. Unreadable lines are skipped. The list is empty for runs of
+    /// older versions, which have no such file.
     pub fn of_run(dir: &Path) -> Vec<Self> {
         let text = read_text(&dir.join(PROCESSES_FILE), MOST_TEXT).unwrap_or_default();
         let text_of = |line: &Value, key: &str| Some(line[key].as_str()?.to_owned());

@@ -18,11 +18,11 @@ pub struct RunFiles {
     pub dir: PathBuf,
     pub config: Config,
     pub recipe_name: String,
-    /// The recipe with which the run started, or the reason why it is unknown.
+    /// The recipe with which the run started, or the reason why the recipe is unknown.
     pub recipe: std::result::Result<Recipe, String>,
-    /// The metrics of steps and of evaluations.
+    /// The metrics of all steps and evaluations.
     pub metrics: Vec<Metrics>,
-    /// Problems in the files, one sentence each.
+    /// Descriptions of problems in the files, one sentence each.
     pub faults: Vec<String>,
 }
 
@@ -32,10 +32,10 @@ pub fn paths(dir: &Path) -> [PathBuf; 6] {
 }
 
 impl RunFiles {
-    /// Reads the run in a directory. Problems in its files are also printed as warnings on standard error.
+    /// Reads the files of the run in a directory. Problems in the run's files are also printed as warnings on standard error.
     ///
     /// # Errors
-    /// If the directory has no run, or the run has done no step.
+    /// Returns an error if the directory has no run, or the run has done no step.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(METRICS_FILE);
         if !path.exists() {
@@ -56,10 +56,10 @@ impl RunFiles {
         Ok(Self { dir: dir.to_owned(), config, recipe_name, recipe, metrics, faults })
     }
 
-    /// The run's loss curves, titled `title`.
+    /// The run's loss curves, with the title `title`.
     ///
     /// # Errors
-    /// If the run has no loss yet.
+    /// Returns an error if the run has no loss yet.
     pub fn curve(&self, title: &str) -> Result<LossCurve> {
         let is_synthetic = self.config.is_synthetic();
         let entropy = if is_synthetic { Dataset::of(&self.config)?.entropy() } else { None };
@@ -73,7 +73,7 @@ impl RunFiles {
     }
 }
 
-/// The recipe stored with the run; for an older run, the recipe that the run's configuration names.
+/// The recipe stored with the run; for a run of an older version, the recipe that the run's configuration names.
 pub fn stored_recipe(dir: &Path, config: &Config) -> std::result::Result<Recipe, String> {
     let path = dir.join(RECIPE_FILE);
     match files::read_text(&path, files::MOST_TEXT) {

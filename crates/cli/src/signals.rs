@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The first signal received; 0 if there was none.
 static RECEIVED: AtomicUsize = AtomicUsize::new(0);
 
-/// Handlers that defer signals to the end of a step.
+/// Signal handlers that delay the effect of signals until the end of a step.
 pub struct Signals {
     /// Disconnects after the first signal has been reported.
     #[cfg(unix)]
@@ -20,7 +20,7 @@ impl Signals {
     /// Installs the handlers.
     ///
     /// # Errors
-    /// If the system refuses a handler.
+    /// Returns an error if the system refuses a handler.
     pub fn wait_for_steps() -> nibble_command::error::Result<Self> {
         Ok(Self {
             #[cfg(unix)]
@@ -29,13 +29,13 @@ impl Signals {
         })
     }
 
-    /// The number of the first signal; 0 if there was none.
+    /// The number of the first received signal; 0 if there was none.
     pub fn received(&self) -> &'static AtomicUsize {
         &RECEIVED
     }
 
-    /// Waits until a received signal has been reported. If another rank received the signal that ended the run, this process has none to
-    /// report.
+    /// Waits until a received signal has been reported to the user. If another rank received the signal that ended the run, this process
+    /// has no signal to report.
     pub fn wait_until_told(self) {
         #[cfg(unix)]
         if RECEIVED.load(Ordering::SeqCst) != 0 {
@@ -148,7 +148,7 @@ mod unix {
         time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
     }
 
-    /// Whether the process was started with a signal ignored, by `nohup` or by `&` in a script.
+    /// Whether a signal was already ignored when the process started, because of `nohup` or `&` in a script.
     pub fn is_ignored(signal: i32) -> bool {
         let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
         // SAFETY: a null pointer changes no action. Zeros are a valid `sigaction`, and the system overwrites all of it.

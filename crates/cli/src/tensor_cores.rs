@@ -4,7 +4,7 @@ use nibble_core::Recipe;
 use nibble_train::config::Config;
 use nibble_train::plan::{OffTensorCores, off_tensor_cores};
 
-/// Descriptions of the GEMMs that miss the tensor cores, with the reasons; empty if there are none.
+/// Describes the GEMMs that do not run on tensor cores, with the reasons; empty if there are none.
 pub fn missed(config: &Config, recipe: &Recipe) -> Vec<String> {
     match off_tensor_cores(config, recipe) {
         Ok(found) => found.iter().map(in_words).collect(),

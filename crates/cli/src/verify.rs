@@ -154,7 +154,7 @@ fn verify<A: Kernels, B: Kernels>(
 /// pairs.
 ///
 /// # Errors
-/// If the system cannot start a thread.
+/// Returns an error if the system cannot start a thread.
 fn at_once<A: Kernels, B: Kernels>(pairs: &[Pair<A, B>], test: fn(&Pair<A, B>)) -> Result<Option<String>> {
     let cases = Cases::default();
     let reports = Mutex::new(Vec::new());

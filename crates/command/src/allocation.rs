@@ -10,7 +10,7 @@ use std::cell::Cell;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The system's allocator. A refused allocation ends the process with an error, unless the caller handles refusals
+/// The system's allocator, with which a refused allocation ends the process with an error, unless the caller handles refusals
 /// ([`nibble_core::allocation::may_be_refused`]).
 #[derive(Debug)]
 pub struct Telling;
@@ -81,7 +81,8 @@ pub(crate) fn end(why: impl FnOnce(&mut &mut [u8], &str) -> std::io::Result<()>)
     exit()
 }
 
-/// Makes an abort end the process with an error and exit code 1 from now on, because libc aborts if it finds no memory for a thread's data.
+/// From now on, makes an abort end the process with an error and exit code 1, because libc aborts if it finds no memory for a thread's
+/// data.
 pub fn tell_aborts() {
     #[cfg(unix)]
     {

@@ -16,7 +16,7 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// All of these options as overrides; options for single keys come last.
+    /// All of these options in the form of overrides; options that set a single key come last.
     pub fn overrides(self) -> Vec<String> {
         let mut overrides = self.overrides;
         overrides.extend(self.recipe.map(|name| format!("recipe={name}")));
@@ -34,14 +34,14 @@ pub struct DeviceArg {
 }
 
 impl DeviceArg {
-    /// Appends the override of this option to `overrides`.
+    /// Appends the override that this option stands for to `overrides`.
     pub fn after(&self, mut overrides: Vec<String>) -> Vec<String> {
         overrides.extend(self.device.map(|device| format!("run.device={device}")));
         overrides
     }
 }
 
-/// The value that the last override of a key sets.
+/// The value that the last override of this key sets.
 pub fn set_to<'o>(overrides: &'o [String], key: &str) -> Option<&'o str> {
     let value =
         |set: &'o String| set.split_once('=').filter(|(name, _)| name.trim() == key).map(|(_, value)| value);

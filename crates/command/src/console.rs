@@ -20,31 +20,31 @@ macro_rules! warn {
     ($($arg:tt)*) => { $crate::console::aside(format_args!($($arg)*)) };
 }
 
-/// Prints a line with control characters escaped. If the write fails, the command continues, and [`require_said`] reports the error when
-/// the command ends.
+/// Prints a line with control characters escaped. If the write fails, the command continues; [`require_said`] reports the error at the end
+/// of the command.
 pub fn line(text: std::fmt::Arguments<'_>) {
     let text = visible(format_args!("{text}\n"));
     keep(std::io::stdout().write_all(text.as_bytes()));
 }
 
-/// Prints a line to standard error with control characters escaped. Very long names, which may come from files, are cut. Write errors are
-/// ignored.
+/// Prints a line to standard error with control characters escaped. Very long messages, and very long names in messages, are cut. Write
+/// errors are ignored.
 pub fn aside(text: std::fmt::Arguments<'_>) {
     let text = visible(format_args!("{}\n", readable(&text.to_string())));
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
-/// Records a failed write, for [`require_said`].
+/// Remembers a failed write, so that [`require_said`] can report it.
 pub fn keep(written: std::io::Result<()>) {
     if let Err(error) = written {
         let _ = LOST.set(error);
     }
 }
 
-/// Checks that every line was written. A closed pipe (`nibble recipe | head -1`) is not an error.
+/// Checks that every printed line was written. A closed pipe (`nibble recipe | head -1`) is not an error.
 ///
 /// # Errors
-/// The error of the system, for example on a full disk.
+/// Returns the error of the operating system, for example on a full disk.
 pub fn require_said() -> Result<()> {
     match LOST.get() {
         Some(error) if error.kind() != ErrorKind::BrokenPipe => {
@@ -54,8 +54,8 @@ pub fn require_said() -> Result<()> {
     }
 }
 
-/// Escapes a stream of text bytes for a terminal: a character is printed after all of its bytes have arrived, and control characters are
-/// escaped.
+/// Converts a stream of text bytes for display on a terminal: a character is printed after all of its bytes have arrived, and control
+/// characters are escaped.
 #[derive(Debug, Default)]
 pub struct Shown {
     /// The first bytes of an incomplete character.
@@ -63,7 +63,7 @@ pub struct Shown {
 }
 
 impl Shown {
-    /// Adds bytes, and returns the text that they complete. A byte that belongs to no character is printed as `\x9b`.
+    /// Adds bytes, and returns the characters that are now complete. A byte that belongs to no character is printed as `\x9b`.
     pub fn next(&mut self, bytes: &[u8]) -> String {
         self.begun.extend_from_slice(bytes);
         let all = std::mem::take(&mut self.begun);
@@ -99,7 +99,7 @@ pub fn thousands(n: u64) -> String {
     out
 }
 
-/// Formats 3 670 016 as `3.5 MiB`.
+/// Formats a number of bytes, for example 3 670 016 as `3.5 MiB`.
 pub fn bytes(n: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let power = (0..units.len() - 1).take_while(|p| n >> (10 * (p + 1)) > 0).count();

@@ -13,29 +13,29 @@ use std::time::Duration;
 const PREFIX: &str = "NIBBLE_";
 const THREADS: &str = "NIBBLE_THREADS";
 const ISA: &str = "NIBBLE_ISA";
-/// The rank of a process that `nibble launch` started.
+/// The variable with the rank of a process that `nibble launch` started.
 pub const RANK: &str = "NIBBLE_RANK";
-/// Number of processes that `nibble launch` started on all hosts.
+/// The variable with the number of processes that `nibble launch` started on all hosts.
 pub const WORLD_SIZE: &str = "NIBBLE_WORLD_SIZE";
-/// The process's rank among the processes of its host.
+/// The variable with the process's rank among the processes of its host.
 pub const LOCAL_RANK: &str = "NIBBLE_LOCAL_RANK";
-/// Number of processes on the host.
+/// The variable with the number of processes on the host.
 pub const LOCAL_WORLD_SIZE: &str = "NIBBLE_LOCAL_WORLD_SIZE";
-/// The address HOST:PORT where ranks connect.
+/// The variable with the address HOST:PORT at which ranks connect.
 pub const RENDEZVOUS: &str = "NIBBLE_RENDEZVOUS";
-/// The secret that authenticates ranks.
+/// The variable with the secret that authenticates ranks.
 pub const SECRET: &str = "NIBBLE_SECRET";
-/// A file with the secret.
+/// The variable with the name of a file that contains the secret.
 pub const SECRET_FILE: &str = "NIBBLE_SECRET_FILE";
-/// Seconds after a failure within which all ranks end.
+/// The variable with the number of seconds after a failure within which all ranks end.
 pub const DEADLINE: &str = "NIBBLE_DEADLINE";
-/// Seconds within which all ranks must join.
+/// The variable with the number of seconds within which all ranks must join.
 pub const JOIN_DEADLINE: &str = "NIBBLE_JOIN_DEADLINE";
-/// Seconds within which rows from other GPUs must arrive.
+/// The variable with the number of seconds within which rows from other GPUs must arrive.
 pub const EXCHANGE_DEADLINE: &str = "NIBBLE_EXCHANGE_DEADLINE";
-/// The folder in which `nibble launch` stores its ranks' status and errors.
+/// The variable with the folder in which `nibble launch` stores its ranks' status and errors.
 pub const LAUNCH_DIR: &str = "NIBBLE_LAUNCH_DIR";
-/// Faults to inject, in test builds.
+/// The variable with the faults that test builds inject.
 pub const FAULT: &str = "NIBBLE_FAULT";
 #[cfg(debug_assertions)]
 const SIGNAL_WINDOW: &str = "NIBBLE_SIGNAL_WINDOW";
@@ -94,7 +94,7 @@ const CODE: [(&str, Isa, CodePath); 5] = [
     ("scalar", Isa::Portable, CodePath::Scalar),
 ];
 
-/// The values of the variables.
+/// The values of Nibble's environment variables.
 #[derive(Debug, Clone, Copy)]
 pub struct Env {
     threads: usize,
@@ -106,7 +106,7 @@ impl Env {
     /// Reads the variables.
     ///
     /// # Errors
-    /// An error for an invalid value, or for an instruction set that this machine lacks.
+    /// Returns an error for an invalid value, or for an instruction set that this machine lacks.
     pub fn read() -> Result<Self> {
         let threads = match std::env::var(THREADS) {
             Err(_) => 0,
@@ -122,7 +122,7 @@ impl Env {
         Ok(Self { threads, isa, path })
     }
 
-    /// Number of worker threads over all ranks: `configured`, or the environment's number if `configured` is 0.
+    /// Number of worker threads over all ranks: `configured`, or the number from the environment if `configured` is 0.
     pub fn threads(&self, configured: usize) -> usize {
         let cores = || std::thread::available_parallelism().map_or(1, usize::from);
         [configured, self.threads].into_iter().find(|n| *n > 0).unwrap_or_else(cores)
@@ -146,26 +146,27 @@ fn code_by_name(name: &str) -> Result<(Isa, CodePath)> {
     Ok((isa, path))
 }
 
-/// The values of the instruction set's variable that are valid on this machine.
+/// The values of the instruction-set variable that are valid on this machine.
 pub fn supported() -> Vec<&'static str> {
     CODE.into_iter().filter(|(_, isa, _)| isa.is_supported()).map(|(name, ..)| name).collect()
 }
 
-/// Name and meaning of all variables, including those of the GPU backend.
+/// The name and meaning of each variable, including the variables of the GPU backend.
 pub fn all() -> impl Iterator<Item = (&'static str, &'static str)> {
     VARIABLES.iter().copied().chain(nibble_cuda::env::HELP.iter().copied())
 }
 
-/// The value of an environment variable; `None` if it is not set. [`require_text`] has already refused values that are not Unicode.
+/// The value of an environment variable; `None` if the variable is not set. [`require_text`] has already refused values that are not
+/// Unicode.
 #[must_use]
 pub fn var(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Refuses Nibble's text variables that are not UTF-8; the error names the first of them.
+/// Refuses values of Nibble's text variables that are not UTF-8; the error names the first such variable.
 ///
 /// # Errors
-/// [`Error::Usage`] that names the variable.
+/// Returns [`Error::Usage`] that names the variable.
 pub fn require_text() -> Result<()> {
     let own = VARIABLES.iter().map(|(name, _)| *name).filter(|name| !IN_ANY_BYTES.contains(name));
     require_text_of(own)
@@ -174,7 +175,7 @@ pub fn require_text() -> Result<()> {
 /// Refuses variables among `names` that are not UTF-8; the error names the first of them.
 ///
 /// # Errors
-/// [`Error::Usage`] that names the variable.
+/// Returns [`Error::Usage`] that names the variable.
 pub(crate) fn require_text_of(names: impl IntoIterator<Item = &'static str>) -> Result<()> {
     let is_no_text = |name: &&str| matches!(std::env::var(name), Err(std::env::VarError::NotUnicode(_)));
     match names.into_iter().find(is_no_text) {
@@ -199,7 +200,7 @@ pub(crate) fn path(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).map(PathBuf::from)
 }
 
-/// A variable's value for printing. For a secret, the text only says that it is set.
+/// The text that is printed for a variable's value. For a secret, the text only says that the secret is set.
 #[must_use]
 pub fn shown(name: &str) -> String {
     match std::env::var_os(name) {
@@ -209,11 +210,11 @@ pub fn shown(name: &str) -> String {
     }
 }
 
-/// Arms the faults that the variable lists for this rank: comma-separated `ACTION@POINT:COUNT` or `RANK/ACTION@POINT:COUNT`. Builds without
-/// debug assertions have no faults.
+/// Activates the faults that the variable lists for this rank. The list is comma-separated; each entry is `ACTION@POINT:COUNT` or
+/// `RANK/ACTION@POINT:COUNT`. Builds without debug assertions ignore faults.
 ///
 /// # Errors
-/// An error for an unknown fault.
+/// Returns an error for an unknown fault.
 #[cfg(debug_assertions)]
 pub fn arm_faults(rank: usize) -> Result<()> {
     use nibble_train::fault;
@@ -238,12 +239,12 @@ pub fn signal_window() -> Duration {
     WINDOW
 }
 
-/// The help text, with one line per variable.
+/// The help text about the variables, with one line per variable.
 pub fn help() -> String {
     all().map(|(name, meaning)| format!("  {name:<24} {meaning}\n")).collect()
 }
 
-/// A warning for each variable that is set and has Nibble's prefix, but is unknown.
+/// Warnings about unknown variables: one for each variable that is set and has Nibble's prefix, but is not known.
 pub fn unknown() -> Vec<String> {
     let names = std::env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned());
     let known = |n: &String| all().any(|(known, _)| known == n);

@@ -9,10 +9,10 @@ use std::io::Write;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Mutex, PoisonError};
 
-/// The result of a command.
+/// The result type of commands.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The reason why a command did not succeed.
+/// The reason why a command failed.
 #[derive(Debug)]
 pub enum Error {
     /// The request cannot be carried out as given: exit code 2.
@@ -28,17 +28,17 @@ pub enum Error {
 }
 
 impl Error {
-    /// An error that the user can correct.
+    /// Creates an error that the user can correct.
     pub fn usage(message: impl fmt::Display) -> Self {
         Self::Usage(message.to_string())
     }
 
-    /// An error of reading or writing `path`.
+    /// Creates an error about reading or writing `path`.
     pub fn io(path: &std::path::Path) -> impl FnOnce(std::io::Error) -> Self + '_ {
         move |source| nibble_train::Error::Io { path: path.to_owned(), source }.into()
     }
 
-    /// The exit code of the process.
+    /// The exit code with which the process ends.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
@@ -88,7 +88,7 @@ impl From<nibble_core::Error> for Error {
 /// Message and source position of the first panic in the process.
 static PANIC: Mutex<Option<String>> = Mutex::new(None);
 
-/// Makes panics store the first panic's message from now on, instead of printing it.
+/// From now on, the message of the first panic is stored instead of printed.
 pub fn keep_panics() {
     panic::set_hook(Box::new(|info| {
         let payload = info.payload();
@@ -103,7 +103,7 @@ pub fn keep_panics() {
     }));
 }
 
-/// Runs a command. A panic, which only a bug of Nibble can cause, becomes an error.
+/// Runs a command, and converts a panic, which only a bug of Nibble can cause, to an error.
 pub fn catch(command: impl FnOnce() -> Result<()>) -> Result<()> {
     panic::catch_unwind(AssertUnwindSafe(command)).unwrap_or_else(|_| Err(panicked()))
 }
@@ -115,7 +115,7 @@ fn is_refused_thread(message: &str) -> bool {
         .any(|refusal| message.starts_with(refusal))
 }
 
-/// The error of a thread that panicked.
+/// The error for a thread that panicked.
 pub fn panicked() -> Error {
     let first = PANIC.lock().unwrap_or_else(PoisonError::into_inner);
     let what = first.as_deref().unwrap_or("a thread ended without a message");

@@ -6,7 +6,7 @@ use nibble_cuda::{Cuda, probe};
 /// Opens the first GPU that supports the kernels, after checking that kernels can be compiled.
 ///
 /// # Errors
-/// A usage error if there is no such GPU; it says what was found. `otherwise` says what to do without a GPU.
+/// Returns a usage error if there is no such GPU; the error says what was found. `otherwise` says what to do without a GPU.
 pub fn open(otherwise: &str) -> Result<Cuda> {
     match probe().usable().next().filter(|_| probe().nvrtc.is_ok()) {
         Some(gpu) => Ok(Cuda::new(gpu.ordinal)?),

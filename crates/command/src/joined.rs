@@ -21,7 +21,7 @@ use std::io::ErrorKind;
 use std::net::TcpListener;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
-/// A process that is one rank of several.
+/// A process that runs one rank of a run with several ranks.
 #[derive(Debug)]
 pub struct Process {
     /// The launcher and rank of the process.
@@ -49,7 +49,7 @@ impl RendezvousArg {
     /// Determines whether this process is one rank of several. This method must be called before any other function of this module.
     ///
     /// # Errors
-    /// [`Error::Usage`] for inconsistent environment variables, and for ranks without a secret.
+    /// Returns [`Error::Usage`] for inconsistent environment variables, and for ranks without a secret.
     pub fn begin(&self) -> Result<Option<&'static Process>> {
         launcher_is_there();
         env::require_text_of(launched::variables())?;
@@ -61,12 +61,12 @@ impl RendezvousArg {
     }
 }
 
-/// This process as a rank of several; `None` if it is the only one, or before [`begin`](RendezvousArg::begin).
+/// This process as one rank of several; `None` if it is the only process, or before [`begin`](RendezvousArg::begin) was called.
 pub fn this() -> Option<&'static Process> {
     THIS.get().and_then(Option::as_ref)
 }
 
-/// Whether this process prints for all ranks, because it is the only one or is rank 0.
+/// Whether this process prints for all ranks, because it is the only process or is rank 0.
 pub fn is_first() -> bool {
     rank() == 0
 }
@@ -93,10 +93,10 @@ impl Process {
         Ok(Self { launched, secret: secret.map_err(Error::usage)?, limits: Limits { deadline, join } })
     }
 
-    /// The launcher's number of ranks, as an override.
+    /// The number of ranks that the launcher started, as an override of the configuration.
     ///
     /// # Errors
-    /// [`Error::Usage`] if one of these overrides sets another number.
+    /// Returns [`Error::Usage`] if one of these overrides sets another number.
     pub fn ranks(&self, overrides: &[String]) -> Result<String> {
         let Launched { launcher, world, .. } = self.launched;
         let is_other = |asked: &str| asked.trim().parse() != Ok(world);
@@ -108,8 +108,9 @@ impl Process {
         }
     }
 
-    /// Divides a run that had another number of ranks among these ranks. The new number of replicas is the greatest common divisor of the
-    /// old number and the number of ranks, so that it divides everything that the old number divided.
+    /// Adapts a run that had another number of ranks to the present number of ranks. The new number of replicas is the greatest common
+    /// divisor of the old number of replicas and the number of ranks. The new number therefore divides every number that the old number
+    /// divided.
     pub fn divide(&self, run: &mut RunConfig) {
         run.ranks = self.launched.world;
         run.dp = common_divisor(run.dp, run.ranks);
@@ -152,11 +153,11 @@ impl Process {
         )))
     }
 
-    /// Runs `body` as this rank. `agreed` holds lines of TOML that must be equal on all ranks before they start; other settings are
+    /// Runs `body` as this rank. `agreed` contains lines of TOML that must be equal on all ranks before the ranks start; other settings are
     /// compared where they are needed.
     ///
     /// # Errors
-    /// The error that ends the run, from any rank; [`Error::Told`] if another process prints the error.
+    /// Returns the error that ends the run, from any rank, and [`Error::Told`] if another process prints the error.
     pub fn run<T>(
         &'static self,
         run: &RunConfig,
@@ -239,17 +240,17 @@ impl Process {
     }
 }
 
-/// Name of the file in the launcher's folder for a rank's last error.
+/// Name of the file, in the launcher's folder, that contains a rank's last error.
 pub fn word_of(rank: usize) -> String {
     format!("rank-{rank}")
 }
 
-/// Name of the file in the launcher's folder for a rank's status.
+/// Name of the file, in the launcher's folder, that contains a rank's status.
 pub fn status_of(rank: usize) -> String {
     format!("status-{rank}")
 }
 
-/// Name of the file in the launcher's folder in which rank 0 writes the path of the run's folder.
+/// Name of the file, in the launcher's folder, to which rank 0 writes the path of the run's folder.
 pub const RUN: &str = "run";
 
 /// The process id of the parent.
@@ -286,7 +287,8 @@ fn leave_word(text: &str) -> bool {
 }
 
 impl Error {
-    /// Reports the error, unless it has been reported: on standard error, or to the launcher, which prints the errors of all ranks.
+    /// Reports the error, unless it has already been reported. The error goes to standard error, or to the launcher, which prints the
+    /// errors of all ranks.
     pub fn tell(&self) {
         if !matches!(self, Self::Stopped(_) | Self::Told(_)) && !leave_word(&self.to_string()) {
             warn!("error: {self}");
@@ -294,7 +296,7 @@ impl Error {
     }
 }
 
-/// Tells `nibble launch` the run's folder, so that a restart resumes that run.
+/// Informs `nibble launch` of the run's folder, so that a restart can resume that run.
 pub fn leave_run(dir: &str) {
     leave(RUN, dir);
 }

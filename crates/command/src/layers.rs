@@ -9,24 +9,24 @@ use nibble_train::config::ModelConfig;
 use nibble_train::one_layer::OneLayer;
 use nibble_train::spec::ModelSpec;
 
-/// An expert layer, a dense layer and the head.
+/// One layer of each kind: an expert layer, a dense layer and the head.
 pub fn each_kind() -> impl Iterator<Item = Layer> {
     [LayerKind::Expert, LayerKind::Linear, LayerKind::Head].into_iter().filter_map(of_kind)
 }
 
-/// The first layer of this kind in a model with experts and an untied head. For dense layers, it is the first layer that does not share its
-/// input with another layer.
+/// The first layer of this kind in a model with experts and an untied head. For the kind of dense layers, the result is the first dense
+/// layer that does not share its input with another layer.
 pub fn of_kind(kind: LayerKind) -> Option<Layer> {
     let model = ModelSpec::new(&ModelConfig { tie_embeddings: false, ..ModelConfig::default() });
     let alone = model.blocks().next().and_then(|block| block.attn.out().layer());
     alone.into_iter().chain(model.recipe_layers()).find(|layer| layer.kind == kind)
 }
 
-/// All changes of representation in one layer, forward and backward, as recorded by a backend. `progress` is a point of a run (step /
-/// steps).
+/// All changes of tensor formats in one layer, forward and backward, as a recording backend observes them. `progress` is the point of the
+/// run: step / number of steps.
 ///
 /// # Errors
-/// If the environment's settings for the CPU are invalid; also the errors of the layer.
+/// Returns an error if the environment's settings for the CPU are invalid; also the errors of the layer.
 pub fn changes(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<Change>> {
     let env = Env::read()?;
     let recorder = Recorder::eager(env.cpu(env.threads(0))?);

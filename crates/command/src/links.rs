@@ -46,7 +46,7 @@ const SLOW: f64 = 0.5;
 /// Maximum number of slow links that are listed.
 const MOST_TOLD: usize = 8;
 
-/// A rank as an end point of links.
+/// A rank, as an end point of links to other ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct End {
     /// The name of the rank's host.
@@ -55,7 +55,7 @@ pub struct End {
     pub device: String,
 }
 
-/// Kinds of links. A link is compared with links of the same kind.
+/// The kind of a link; links are compared only with links of the same kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Both ends are on one host.
@@ -91,11 +91,11 @@ pub struct Slow {
     pub to: usize,
     /// Rate of the link, in bytes per second.
     pub rate: f64,
-    /// The reason why the link counts as slow.
+    /// The rate below which the link counts as slow, with its source.
     pub against: Against,
 }
 
-/// The measured links between ranks.
+/// The measured rates and latencies of the links between ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Links {
     /// The kind of the ranks' devices.
@@ -109,11 +109,11 @@ pub struct Links {
     latencies: Vec<f64>,
 }
 
-/// Measures all links between the ranks. All ranks must call it together; every rank gets the same result. The measurement needs 128 MiB on
-/// a GPU for two messages; on a CPU, it needs 2 MiB per rank and the communicator's copies.
+/// Measures all links between the ranks. All ranks must call this function together, and every rank gets the same result. For its two
+/// messages, the measurement needs 128 MiB of GPU memory, or 2 MiB per rank plus the communicator's copies on a CPU.
 ///
 /// # Errors
-/// The errors of the device and of other ranks.
+/// Returns the errors of the device and of other ranks.
 pub fn measure<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Links> {
     let (me, ranks) = (comm.rank(), comm.world());
     let ends = introduced(b, comm)?;
@@ -163,11 +163,11 @@ pub fn measure<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Links> {
     })
 }
 
-/// Measures the links of a run's ranks. All ranks must call it together; rank 0 prints a line per kind of link, and a warning for each slow
-/// link.
+/// Measures the links of a run's ranks. All ranks must call this function together. Rank 0 prints a line per kind of link, and a warning
+/// for each slow link.
 ///
 /// # Errors
-/// The errors of the device and of other ranks.
+/// Returns the errors of the device and of other ranks.
 pub fn check<B: Device>(on: &On<'_, B>) -> Result<()> {
     let ranks = on.mesh.all.world();
     if ranks < 2 {
@@ -259,18 +259,18 @@ impl<'a, B: Device> Line<'a, B> {
 }
 
 impl Links {
-    /// The end points of all ranks.
+    /// The ranks as end points of links.
     pub fn ends(&self) -> &[End] {
         &self.ends
     }
 
-    /// Bytes per second from one rank to another; 0 from a rank to itself.
+    /// The rate in bytes per second from one rank to another; 0 from a rank to itself.
     pub fn rate(&self, from: usize, to: usize) -> f64 {
         self.rates[from * self.ends.len() + to]
     }
 
-    /// Latency in seconds of a 16-byte message between two ranks, each issued after the previous message has arrived; 0 from a rank to
-    /// itself.
+    /// The latency in seconds of a 16-byte message between two ranks, where each message is issued after the previous message has arrived;
+    /// 0 from a rank to itself.
     pub fn latency(&self, rank: usize, other: usize) -> f64 {
         self.latencies[rank * self.ends.len() + other]
     }
@@ -286,9 +286,9 @@ impl Links {
         all.filter(|(from, to)| from != to && self.kind(*from, *to) == kind).collect()
     }
 
-    /// The slow links, slowest first. A link is slow if it has less than half the median rate of its kind and there are at least two pairs
-    /// of that kind. A link within a host is also slow if it is below the minimum rate of its devices. Ranks on CPUs have no slow links,
-    /// because the host copies their rows and no pair has a separate link.
+    /// The slow links, slowest first. A link is slow if its rate is less than half the median rate of its kind and there are at least two
+    /// pairs of that kind. A link within a host is also slow if its rate is below the minimum for its devices. Ranks on CPUs have no slow
+    /// links, because the host copies their rows and no pair has a separate link.
     pub fn slow(&self) -> Vec<Slow> {
         let mut slow = Vec::new();
         if self.kind == DeviceKind::Host {
@@ -321,7 +321,7 @@ impl Links {
         (rates[(len - 1) / 2] + rates[len / 2]) / 2.0
     }
 
-    /// Printable lines, one per kind of link.
+    /// Lines of text that can be printed, one per kind of link.
     pub fn summary(&self) -> Vec<String> {
         let of = |kind| {
             let links = self.of(kind);
@@ -342,7 +342,7 @@ impl Links {
         [Kind::Within, Kind::Between].into_iter().filter_map(of).collect()
     }
 
-    /// Printable lines, one per slow link, slowest first, and one line with the number of further slow links.
+    /// Lines of text that can be printed: one per slow link, slowest first, and one with the number of further slow links.
     pub fn warnings(&self) -> Vec<String> {
         let slow = self.slow();
         let mut lines: Vec<String> = slow.iter().take(MOST_TOLD).map(|slow| self.told(slow)).collect();

@@ -8,7 +8,7 @@ use nibble_train::config::RunConfig;
 /// Runs `body` on every rank, passing the rank's number and communicators, and returns the result of rank 0.
 ///
 /// # Errors
-/// The original error of the failed rank; errors of other ranks that only follow from it are dropped.
+/// Returns the original error of the failed rank, and drops the errors of other ranks that only follow from this error.
 pub fn on_ranks<T: Send>(
     run: &RunConfig,
     body: impl Fn(usize, &Axes<HostComm>) -> Result<T> + Sync,

@@ -3,7 +3,7 @@
 /// Parses a size such as `80GB` (80 · 10^9 bytes) or `74.5GiB` (74.5 · 2^30 bytes), as a number of bytes.
 ///
 /// # Errors
-/// The expected form, for another text.
+/// Returns the expected form if the text has another form.
 pub fn parse_size(text: &str) -> Result<usize, String> {
     const UNITS: [(&str, f64); 6] = [
         ("TiB", (1u64 << 40) as f64),

@@ -8,7 +8,7 @@ const NAMED: usize = 8;
 /// Maximum length of a displayed value, in bytes.
 const VALUE: usize = 80;
 
-/// Lists each differing key as `train.lr: 0.1 here, 0.2 on rank 0`. `None` if the texts are equal.
+/// Lists each key whose values differ, in the form `train.lr: 0.1 here, 0.2 on rank 0`. The result is `None` if the texts are equal.
 pub fn differences(here: &str, there: &str, whose: &str) -> Option<String> {
     if here == there {
         return None;

@@ -58,7 +58,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the error is a usage error.
+    /// Whether the user can correct the error.
     pub fn is_user_error(&self) -> bool {
         match self {
             Self::Random(_) | Self::System { .. } => false,
@@ -68,7 +68,7 @@ impl Error {
     }
 }
 
-/// The reason why an address is not the rank's hub.
+/// The reason why the process at an address is not this rank's hub.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// The connection failed, or was closed before a greeting.

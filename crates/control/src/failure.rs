@@ -6,22 +6,22 @@ use std::fmt;
 pub struct Status {
     /// The current step, if one has started.
     pub step: Option<u64>,
-    /// The current phase, such as `forward exchange`; empty if unknown.
+    /// The current phase of the step, such as `forward exchange`; empty if unknown.
     pub phase: String,
 }
 
-/// The reason why a run has failed. Its `Display` is the message with which every rank ends.
+/// The reason why a run has failed. `Display` formats the failure as the message with which every rank ends.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
     /// The rank that failed, if a rank caused the failure.
     pub rank: Option<usize>,
     /// The host of that rank; empty if unknown.
     pub host: String,
-    /// The rank's last known status.
+    /// The last known status of the rank that failed.
     pub status: Status,
     /// What happened, for example `its connection was lost`.
     pub cause: String,
-    /// Whether the failure is a usage error, so that a restart would not help.
+    /// Whether the user must correct the failure, so that a restart would not help.
     pub is_user_error: bool,
 }
 

@@ -11,29 +11,29 @@ use bytes::Bytes;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A rank's answer to a hub's greeting; `None` if the greeting is invalid.
+/// Creates a rank's answer to a hub's greeting; `None` if the greeting is invalid.
 pub fn rank_enters(first: &[u8], secret: &Secret, join: &Join) -> Option<Vec<u8>> {
     let entry = entry(&hello(Bytes::copy_from_slice(first)).ok()?, secret, join).ok()?;
     Some(encoded(&entry))
 }
 
-/// A hub's greeting with a given nonce.
+/// Creates a hub's greeting with the given nonce.
 pub fn hub_greets(nonce: [u8; 32]) -> Vec<u8> {
     encoded(&Hello { magic: MAGIC, protocol: PROTOCOL, nonce })
 }
 
-/// The hub's answer to an entry, and whether the rank is admitted; `None` if the entry is invalid.
+/// Creates the hub's answer to an entry, and says whether the rank is admitted; `None` if the entry is invalid.
 pub fn hub_answers(nonce: [u8; 32], secret: &Secret, entry: &[u8]) -> Option<(Vec<u8>, bool)> {
     let (answer, join) = judge(secret, &nonce, Bytes::copy_from_slice(entry))?;
     Some((encoded(&answer), join.is_some()))
 }
 
-/// The hub's message after all ranks have joined.
+/// Creates the message that the hub sends after all ranks have joined.
 pub fn hub_says_all_here(host_0: &str) -> Vec<u8> {
     encoded(&Down::AllHere { host_0: host_0.to_owned() })
 }
 
-/// The hub's heartbeat, with the status of rank 0.
+/// Creates the hub's heartbeat, with the status of rank 0.
 pub fn hub_is_alive(status_0: Status) -> Vec<u8> {
     encoded(&Down::Alive(status_0))
 }
@@ -46,7 +46,7 @@ pub fn failure_in(message: &[u8]) -> Option<Failure> {
     }
 }
 
-/// A rank's message of the given variant number; rows announce `bytes` bytes.
+/// Creates a rank's message of the given variant number; a message about rows announces `bytes` bytes.
 pub fn rank_says(which: u8, number: usize, text: &str, bytes: u64) -> Vec<u8> {
     let status = Status { step: Some(number as u64), phase: text.to_owned() };
     encoded(&match which % 5 {
@@ -58,7 +58,7 @@ pub fn rank_says(which: u8, number: usize, text: &str, bytes: u64) -> Vec<u8> {
     })
 }
 
-/// A hub's message of the given variant number; rows announce `bytes` bytes.
+/// Creates a hub's message of the given variant number; a message about rows announces `bytes` bytes.
 pub fn hub_says(which: u8, number: usize, text: &str, bytes: u64) -> Vec<u8> {
     let status = Status { step: Some(number as u64), phase: text.to_owned() };
     encoded(&match which % 7 {
@@ -83,7 +83,7 @@ fn encoded<M: serde::Serialize>(message: &M) -> Vec<u8> {
     encode(message, &[]).unwrap_or_default().to_vec()
 }
 
-/// Feeds arbitrary bytes as each message of a handshake to the side that reads it.
+/// Tests each message of a handshake: the side that reads the message gets arbitrary bytes.
 pub fn handshake(bytes: &[u8], secret: &Secret, join: &Join) {
     let frame = Bytes::copy_from_slice(bytes);
     let _ = hello(frame.clone());
@@ -106,7 +106,7 @@ pub struct HubSide {
 }
 
 impl HubSide {
-    /// A run of `world` ranks, of which the first `here` have joined.
+    /// Creates the hub of a run of `world` ranks, of which the first `here` ranks have joined.
     pub fn new(world: usize, here: usize, limits: Limits) -> Self {
         let now = Instant::now();
         let mut hub = Self { room: Room::new(world, limits, now), queues: Vec::new(), now, limits };
@@ -114,7 +114,7 @@ impl HubSide {
         hub
     }
 
-    /// Lets a rank join. Returns the failure if the hub refuses the rank.
+    /// Lets a rank join, and returns the failure if the hub refuses the rank.
     pub fn enter(&mut self, join: Join) -> Option<Failure> {
         self.queues.push(Arc::new(Queue::new()));
         let queue = self.queues.last().map(Arc::clone)?;
@@ -126,7 +126,7 @@ impl HubSide {
         self.room.hear(self.now, rank, Bytes::copy_from_slice(frame));
     }
 
-    /// Handles the end of a rank's connection.
+    /// Handles the loss of a rank's connection.
     pub fn lost(&mut self, rank: usize) {
         self.room.lost(self.now, rank, crate::hub::Loss::Closed);
     }
@@ -141,7 +141,7 @@ impl HubSide {
         self.room.fail(self.now, failure);
     }
 
-    /// Advances the time by `sixteenths` sixteenths of a deadline.
+    /// Advances the simulated time by `sixteenths` sixteenths of a deadline.
     pub fn pass(&mut self, sixteenths: u32) {
         self.pass_time(self.limits.deadline / 16 * sixteenths);
     }
@@ -154,17 +154,17 @@ impl HubSide {
         }
     }
 
-    /// The reason why the run has failed, if it has.
+    /// The reason why the run has failed, if the run has failed.
     pub fn failure(&self) -> Option<&Failure> {
         self.room.failure()
     }
 
-    /// Whether the owner would stop waiting if all connections were closed.
+    /// Whether the owner of the hub would stop waiting if all connections were closed.
     pub fn is_over(&self) -> bool {
         self.room.open_until().is_some()
     }
 
-    /// Takes the frames queued for the `number`-th rank that joined, in the order in which they are written.
+    /// Takes the frames that are queued for the `number`-th rank that joined, in the order in which they would be written.
     pub fn told(&self, number: usize) -> Vec<Vec<u8>> {
         let next = || {
             let frame = self.queues.get(number)?.take()??;
@@ -186,7 +186,7 @@ impl RankSide {
     /// Handles a frame from the hub.
     ///
     /// # Errors
-    /// If the frame is not a valid message; the rank then considers the hub lost.
+    /// Returns an error if the frame is not a valid message; the rank then considers the hub lost.
     pub fn hear(&mut self, frame: &[u8]) -> Result<(), String> {
         let tell = self.0.hear(Bytes::copy_from_slice(frame));
         let ears = self.0.ears();
@@ -200,13 +200,13 @@ impl RankSide {
         Ok(())
     }
 
-    /// The reason why the run has failed, if it has.
+    /// The reason why the run has failed, if the run has failed.
     pub fn failure(&self) -> Option<&Failure> {
         self.0.failure()
     }
 }
 
-/// A rank of `world` ranks, with the same settings on all ranks.
+/// The settings with which a rank joins a run of `world` ranks; all ranks have the same settings except the rank number.
 pub fn rank_of(rank: usize, world: usize) -> Join {
     Join {
         version: "nibble 1".into(),

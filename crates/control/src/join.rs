@@ -16,7 +16,7 @@ pub struct Join {
     pub host: String,
     /// The process id on the rank's host.
     pub pid: u32,
-    /// Whether the hub is in rank 0's process, so that a loss of the hub means that rank 0 has failed.
+    /// Whether the hub runs in rank 0's process; if so, a loss of the hub means that rank 0 has failed.
     pub hub_is_rank_0: bool,
 }
 

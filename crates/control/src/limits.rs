@@ -1,13 +1,13 @@
 use std::time::Duration;
 
-/// Timeouts. Each timeout is clamped to at least 10 ms and at most a year.
+/// The timeouts of a run. Each timeout is clamped to at least 10 ms and at most a year.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Time within which every rank ends after a failure. A rank or hub that is silent for half of this time counts as failed; the other
-    /// half is left for the processes to end.
+    /// Time within which every rank ends after a failure. A rank or hub counts as failed after half of this time without a message; the
+    /// processes need the other half to end.
     pub deadline: Duration,
-    /// Time within which all ranks must join, counted from the hub's start. A rank must also find the hub within this time, counted from
-    /// the rank's start.
+    /// Time within which all ranks must join, measured from the start of the hub. A rank must also find the hub within this time, measured
+    /// from the start of the rank.
     pub join: Duration,
 }
 
@@ -31,8 +31,9 @@ impl Limits {
         self.deadline / 2
     }
 
-    /// Time from a launcher's notice of a failure until it kills the remaining ranks. This time is the deadline, less the silence that
-    /// counts as a failure, less a heartbeat until the launcher hears of the failure, less a margin for the processes to end.
+    /// Time from when a launcher learns of a failure until the launcher kills the remaining ranks. This time is the deadline minus three
+    /// parts: the silence that counts as a failure, a heartbeat until the launcher learns of the failure, and a margin for the processes to
+    /// end.
     pub fn ending(&self) -> Duration {
         self.deadline * 5 / 16
     }

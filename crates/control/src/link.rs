@@ -25,7 +25,7 @@ pub struct Line {
 }
 
 impl Line {
-    /// A connection to an unauthenticated peer, limited to small frames.
+    /// Creates a connection to a peer that is not yet authenticated; only small frames are accepted.
     pub fn new(stream: TcpStream) -> Self {
         // The option `nodelay` makes small messages leave at once. A failure to set the option is harmless.
         let _ = stream.set_nodelay(true);
@@ -41,13 +41,13 @@ impl Line {
         self
     }
 
-    /// Sends one message, and waits until the system has accepted it.
+    /// Sends one message, and waits until the operating system has accepted the message.
     pub async fn send<M: Serialize>(&mut self, message: &M) -> io::Result<()> {
         self.outgoing.send(encode(message, &[])?).await
     }
 }
 
-/// The reason why there is no next frame.
+/// The reason why no further frame arrives.
 #[derive(Debug)]
 pub enum Lost {
     /// The connection ended, with or without an error.
@@ -58,7 +58,7 @@ pub enum Lost {
     Unreadable(String),
 }
 
-/// The next frame, if it arrives before `until`.
+/// Returns the next frame, if it arrives before the time `until`.
 pub async fn next(incoming: &mut Incoming, until: Instant) -> Result<Bytes, Lost> {
     match timeout_at(until, incoming.next()).await {
         Err(_) => Err(Lost::Silent),
@@ -71,7 +71,7 @@ pub async fn next(incoming: &mut Incoming, until: Instant) -> Result<Bytes, Lost
     }
 }
 
-/// Writes queued frames, and heartbeats at a given interval, until the queue is closed and empty.
+/// Writes queued frames until the queue is closed and empty, and sends heartbeats at a given interval.
 pub async fn write_all<M: Serialize>(
     mut outgoing: Outgoing,
     queue: &Queue<M>,

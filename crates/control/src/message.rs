@@ -7,15 +7,15 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio_util::codec::LengthDelimitedCodec;
 
-/// First bytes of a hub's first message.
+/// The first bytes of the first message of a hub.
 pub const MAGIC: [u8; 8] = *b"nibble\0c";
-/// Version of the protocol; raise it when a message changes.
+/// Version of the protocol, which must be increased when a message changes.
 pub const PROTOCOL: u16 = 1;
 /// Maximum length of a frame before authentication, in bytes.
 pub const SMALL_FRAME: usize = 64 << 10;
-/// Maximum length of a frame of rows with its message, in bytes.
+/// Maximum length in bytes of a frame that contains rows, including its message.
 pub const FRAME: usize = PIECE + SMALL_FRAME;
-/// Maximum number of bytes of rows in one frame, so that other messages do not wait long.
+/// Maximum number of bytes of rows in one frame; the limit keeps other messages from waiting long.
 pub const PIECE: usize = 1 << 20;
 
 /// The hub's first message.
@@ -26,7 +26,8 @@ pub struct Hello {
     pub nonce: Nonce,
 }
 
-/// The client's answer to [`Hello`]. `join` is an encoded [`Join`](crate::Join), because the proof covers its bytes.
+/// The client's answer to [`Hello`]. `join` contains the encoded bytes of a [`Join`](crate::Join), because the proof is computed from these
+/// bytes.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
     pub nonce: Nonce,
@@ -82,20 +83,20 @@ pub enum Piece {
     More,
 }
 
-/// The bytes that a rank sends to another rank in the `number`-th collective of a circle (a group of ranks).
+/// A piece of the rows that a rank sends to another rank in the `number`-th collective of a circle (a group of ranks).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rows {
     /// Index of the circle (the group of ranks).
     pub circle: u32,
     /// Number of the collective in the circle.
     pub number: u64,
-    /// The collective's name, for error messages; cut at 1 KiB.
+    /// The collective's name, for error messages; the name is cut at 1 KiB.
     pub call: String,
     /// The sent bytes.
     pub bytes: Vec<u8>,
 }
 
-/// A message and the bytes after it.
+/// A message, and the bytes that follow the message.
 #[derive(Debug)]
 pub struct Frame<M> {
     pub message: M,
@@ -113,7 +114,7 @@ pub fn codec(most: usize) -> LengthDelimitedCodec {
     LengthDelimitedCodec::builder().max_frame_length(most).new_codec()
 }
 
-/// Encodes a message and the bytes after it.
+/// Encodes a message and the bytes that follow the message as a frame.
 pub fn encode<M: Serialize>(message: &M, body: &[u8]) -> std::io::Result<Bytes> {
     let head = postcard::to_stdvec(message).map_err(std::io::Error::other)?;
     let mut bytes = BytesMut::with_capacity(head.len() + body.len());
@@ -122,7 +123,7 @@ pub fn encode<M: Serialize>(message: &M, body: &[u8]) -> std::io::Result<Bytes> 
     Ok(bytes.freeze())
 }
 
-/// Decodes a frame into its message and the bytes after it; the error describes what is invalid.
+/// Decodes a frame into its message and the bytes that follow; the error describes what is invalid.
 pub fn decode<M: DeserializeOwned>(mut frame: Bytes) -> Result<Frame<M>, String> {
     let (message, rest) = postcard::take_from_bytes(&frame).map_err(|error| error.to_string())?;
     let body = rest.len();
@@ -130,7 +131,7 @@ pub fn decode<M: DeserializeOwned>(mut frame: Bytes) -> Result<Frame<M>, String>
     Ok(Frame { message, body: frame })
 }
 
-/// Decodes a frame that has only a message.
+/// Decodes a frame that contains only a message.
 pub fn decode_whole<M: DeserializeOwned>(frame: Bytes) -> Result<M, String> {
     let frame = decode(frame)?;
     match frame.body.len() {
@@ -139,7 +140,7 @@ pub fn decode_whole<M: DeserializeOwned>(frame: Bytes) -> Result<M, String> {
     }
 }
 
-/// Splits rows into frames, in order.
+/// Splits the bytes of rows into frames, in order.
 pub fn pieces(rows: Rows) -> impl Iterator<Item = Frame<Piece>> {
     let Rows { circle, number, mut call, bytes } = rows;
     cut(&mut call, NAME);
@@ -154,7 +155,8 @@ pub fn pieces(rows: Rows) -> impl Iterator<Item = Frame<Piece>> {
     })
 }
 
-/// Counts the bytes of rows that are still to arrive. The hub uses this to check a sender, and [`Assembly`] uses it to reassemble rows.
+/// Counts the bytes of rows that have been announced but have not arrived yet. The hub uses this counter to check a sender, and
+/// [`Assembly`] uses it to reassemble rows.
 #[derive(Debug, Default)]
 pub struct Flow {
     left: u64,
@@ -187,7 +189,7 @@ impl Flow {
     }
 }
 
-/// Reassembles the pieces of one rank.
+/// Reassembles the rows of one sending rank from their pieces.
 #[derive(Debug, Default)]
 pub struct Assembly {
     flow: Flow,
@@ -195,7 +197,7 @@ pub struct Assembly {
 }
 
 impl Assembly {
-    /// Adds a piece, and returns the rows after the last piece. The error says why a piece does not fit.
+    /// Adds a piece; if the piece is the last one, returns the complete rows. The error says why a piece does not fit the earlier pieces.
     pub fn take(&mut self, piece: Piece, body: &[u8]) -> Result<Option<Rows>, String> {
         self.flow.take(&piece, body.len())?;
         if let Piece::First { circle, number, call, bytes } = piece {

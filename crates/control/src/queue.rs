@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 use tokio::sync::Notify;
 
-/// The outgoing queue of a connection. Any thread may add frames without blocking. The queue is unbounded, so that no rank waits for
-/// another rank that does not read.
+/// The queue of outgoing frames of a connection. Any thread may add frames without blocking. The queue has no size limit, so that no rank
+/// waits for another rank that does not read.
 pub struct Queue<M> {
     waiting: Mutex<Waiting<M>>,
     /// Wakes the single reading task.
@@ -25,12 +25,12 @@ impl<M> Queue<M> {
         Self { waiting: Mutex::new(waiting), ready: Notify::new() }
     }
 
-    /// Adds a frame at the end.
+    /// Adds a frame at the end of the queue.
     pub fn push(&self, frame: impl Into<Frame<M>>) {
         self.change(|waiting| waiting.ordered.push_back(frame.into()));
     }
 
-    /// Adds several frames at the end, contiguously.
+    /// Adds several frames at the end of the queue, without other frames between them.
     pub fn extend(&self, frames: impl Iterator<Item = Frame<M>>) {
         self.change(|waiting| waiting.ordered.extend(frames));
     }
@@ -40,7 +40,7 @@ impl<M> Queue<M> {
         self.change(|waiting| waiting.urgent.push_back(message.into()));
     }
 
-    /// Replaces all ordinary frames with a last message, and closes the queue.
+    /// Replaces all ordinary frames in the queue with a last message, and closes the queue.
     pub fn finish(&self, message: M) {
         self.change(|waiting| {
             waiting.ordered.clear();
@@ -49,7 +49,7 @@ impl<M> Queue<M> {
         });
     }
 
-    /// Replaces all ordinary frames with a message.
+    /// Replaces all ordinary frames in the queue with a message.
     pub fn interrupt(&self, message: M) {
         self.change(|waiting| {
             waiting.ordered.clear();
@@ -57,7 +57,7 @@ impl<M> Queue<M> {
         });
     }
 
-    /// Waits for the next frame; `None` after the queue is closed and empty. Cancel-safe.
+    /// Waits for the next frame; returns `None` after the queue is closed and empty. Cancel-safe.
     pub async fn next(&self) -> Option<Frame<M>> {
         loop {
             if let Some(next) = self.take() {

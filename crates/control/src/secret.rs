@@ -3,7 +3,7 @@ use hmac::{Hmac, Mac};
 use sha2::Sha256;
 use std::fmt;
 
-/// The secret that a run's processes share. The secret is never sent, and `Debug` does not show it.
+/// The secret by which the processes of a run recognise each other. The secret is never sent, and `Debug` does not show it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(Vec<u8>);
 
@@ -26,7 +26,7 @@ impl Secret {
     /// A new secret of 32 random bytes.
     ///
     /// # Errors
-    /// If the system provides no random bytes.
+    /// Returns an error if the system provides no random bytes.
     pub fn random() -> Result<Self> {
         let text: String = nonce()?.iter().map(|byte| format!("{byte:02x}")).collect();
         Ok(Self(text.into_bytes()))
@@ -35,7 +35,7 @@ impl Secret {
     /// A secret from the text of a file or an environment variable; surrounding white space is ignored.
     ///
     /// # Errors
-    /// If the text has fewer than 16 bytes.
+    /// Returns an error if the text has fewer than 16 bytes.
     pub fn from_text(text: &str) -> Result<Self> {
         let text = text.trim();
         match text.len() < LEAST {
@@ -44,7 +44,7 @@ impl Secret {
         }
     }
 
-    /// The secret as text that [`Secret::from_text`] reads back, for a child's environment or a private file.
+    /// Converts the secret to text that [`Secret::from_text`] reads back, for a child process's environment or a private file.
     pub fn to_text(&self) -> String {
         String::from_utf8_lossy(&self.0).into_owned()
     }

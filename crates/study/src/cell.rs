@@ -3,7 +3,7 @@
 use crate::study::{Branch, Config, Group, Schedule, Study, sha256};
 use std::path::Path;
 
-/// What kind of run a cell is.
+/// The kind of run that a cell is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kind {
     /// A run from initial weights.
@@ -23,39 +23,41 @@ pub enum Kind {
     },
 }
 
-/// One run of a study.
+/// A cell of a study: one run with one configuration, recipe and seed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cell {
-    /// A readable name and, after its last hyphen, twelve digits of a SHA-256. The hash covers everything that determines the run's bits: the texts of configuration and recipe,
-    /// the settings, the seed, and for a branch its trunk. The id is the name of the row's file.
+    /// The cell's id: a readable name and, after its last hyphen, twelve digits of a SHA-256 hash. The hash covers everything that
+    /// determines the run's bits: the texts of the configuration and the recipe, the settings, the seed, and for a branch its trunk. The
+    /// file of the cell's row is named after the id.
     pub id: String,
     /// Name of the configuration.
     pub config: String,
     /// Name of the recipe.
     pub recipe: String,
-    /// SHA-256 of the recipe's text.
+    /// SHA-256 hash of the recipe's text.
     pub recipe_sha256: String,
     /// The seed of the run.
     pub seed: u64,
     /// The kind of the run.
     pub kind: Kind,
-    /// The number of this repetition of the baseline in the noise floor, counted from 1; its learning rate is multiplied by
+    /// In the noise floor, the number of this repetition of the baseline, counted from 1; its learning rate is multiplied by
     /// [`Cell::lr_factor`]. 0 for all other cells.
     pub repeat: u64,
-    /// Number of optimizer steps of the cell, without the steps of its trunk.
+    /// Number of optimizer steps of the cell's run, without the steps of its trunk.
     pub steps: u64,
-    /// Settings of the study, as `key=value`.
+    /// Settings of the study, each written as `key=value`.
     pub settings: Vec<String>,
 }
 
 impl Cell {
-    /// Factor of `train.lr`: 1, or 1 + k · 10⁻⁶ in repetition k of the noise floor. The perturbation changes no relevant expectation, but it changes every later bit.
+    /// The factor that multiplies `train.lr`: 1, or 1 + k · 10⁻⁶ in repetition k of the noise floor. This perturbation changes no relevant
+    /// expected value, but it changes all later bits of the run.
     #[must_use]
     pub fn lr_factor(&self) -> f64 {
         1.0 + self.repeat as f64 * 1e-6
     }
 
-    /// The group of cells with which the cell is compared; `None` for a trunk.
+    /// The group of cells with which this cell is compared; `None` for a trunk.
     #[must_use]
     pub fn group(&self) -> Option<Group> {
         match self.kind {
@@ -65,7 +67,7 @@ impl Cell {
         }
     }
 
-    /// The trunk's cell, which must be finished before this cell starts.
+    /// The cell of the trunk that must be finished before this cell starts.
     #[must_use]
     pub fn trunk(&self) -> Option<&str> {
         match &self.kind {
@@ -91,7 +93,8 @@ impl Cell {
         }
     }
 
-    /// The id without its hash. If this part differs between two cells of a study, the cells differ in more than the text of a recipe or configuration.
+    /// The readable part of the id, without the hash. If the readable parts of two cells of a study differ, more differs between the cells
+    /// than the text of a recipe or configuration.
     #[must_use]
     pub fn slug(&self) -> &str {
         slug_of(&self.id)
@@ -104,8 +107,9 @@ pub(crate) fn slug_of(id: &str) -> &str {
 }
 
 impl Study {
-    /// All runs of the study, in the order in which they are run: by configuration, and within a configuration by seed. For each seed, the baseline comes first, then the other
-    /// recipes, the noise floor, and each trunk followed by its branches. So a study that stops at any point has complete pairs for its first seeds.
+    /// All runs of the study, in the order in which they are run: configuration by configuration, and seed by seed within a configuration.
+    /// For each seed, the baseline comes first, then the other recipes, the noise floor, and each trunk followed by its branches. Because
+    /// of this order, a study that stops at any point has complete pairs for its first seeds.
     #[must_use]
     pub fn cells(&self) -> Vec<Cell> {
         let mut cells: Vec<Cell> = Vec::new();

@@ -2,11 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Maximum number of points of a curve in a row.
+/// Maximum number of points that a stored curve has.
 pub const MOST_POINTS: usize = 200;
 
-/// Step and training loss, in the order of steps. For a long run, each point is the mean over neighbouring steps. Half of the points cover the last tenth of the run, whose mean
-/// loss is the measure by which recipes are compared.
+/// Steps and training losses of a run, in the order of steps. For a long run, each point is the mean over neighbouring steps. Half of the
+/// points cover the last tenth of the run, because the mean loss of the last tenth is the measure by which recipes are compared.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Curve {
@@ -14,7 +14,7 @@ pub struct Curve {
 }
 
 impl Curve {
-    /// The curve of these steps and losses, which must be in the order of steps. Losses that are not finite are left out.
+    /// Creates the curve of these steps and losses, which must be in the order of steps. Losses that are not finite are left out.
     #[must_use]
     pub fn of(losses: &[(u64, f64)]) -> Self {
         let losses: Vec<(u64, f64)> = losses.iter().copied().filter(|(_, loss)| loss.is_finite()).collect();
@@ -27,7 +27,7 @@ impl Curve {
         Self { points: thinned(before, half).chain(thinned(tail, half)).collect() }
     }
 
-    /// The points: a step (or the mean of several steps) and a loss.
+    /// The points of the curve: a step (or the mean of several steps) and a loss.
     #[must_use]
     pub fn points(&self) -> &[(f32, f32)] {
         &self.points
@@ -87,10 +87,11 @@ pub fn last_tenth(losses: &[(u64, f64)]) -> Option<f64> {
     mean.is_finite().then_some(mean)
 }
 
-/// The step at which a run diverged, or `None` if it did not diverge. If a loss is not finite, the result is the first such step. Otherwise, a run diverged if the mean loss of its
-/// last tenth is above `untrained`; the step is then the first from which on all losses were above `untrained`. `untrained` is the loss of an untrained model, ln(vocabulary).
+/// The step at which a run diverged, or `None` if it did not diverge. If a loss is not finite, the result is the first such step.
+/// Otherwise, a run diverged if the mean loss of its last tenth is above `untrained`. The result is then the first step from which on all
+/// losses were above `untrained`. `untrained` is the loss of an untrained model, which is ln(vocabulary size).
 ///
-/// The rule is defined before a study starts, so that the excluded runs do not depend on the result.
+/// This rule is fixed before a study starts, so that the choice of excluded runs does not depend on the result.
 #[must_use]
 pub fn diverged_at(losses: &[(u64, f64)], untrained: f64) -> Option<u64> {
     if let Some((step, _)) = losses.iter().find(|(_, loss)| !loss.is_finite()) {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 /// Result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The reason why a study cannot be read, run or displayed.
+/// The reason why a study cannot be read, executed or displayed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

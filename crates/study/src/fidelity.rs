@@ -5,10 +5,10 @@
 
 use serde::{Deserialize, Serialize};
 
-/// One tensor's gradient: its name and values.
+/// The gradient of one tensor: the tensor's name and the values.
 pub type Gradient<'a> = (&'a str, &'a [f32]);
 
-/// Sums over repeated computations of one gradient with different random bits (redraws), tensor by tensor.
+/// Sums over repeated computations (redraws) of the same gradient with different random bits, tensor by tensor.
 #[derive(Debug, Clone, Default)]
 pub struct Redraws {
     tensors: Vec<Sums>,
@@ -25,25 +25,25 @@ struct Sums {
     squares: f64,
 }
 
-/// The comparison of a tensor's gradients under a recipe with the gradient of a reference.
+/// The comparison of a tensor's gradients under a recipe with the gradient of a reference: bias and variance.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Decomposition {
-    /// The tensor's name; `all` for all tensors together.
+    /// The tensor's name, or `all` for all tensors together.
     pub tensor: String,
-    /// ‖G‖², the squared norm of the reference's gradient.
+    /// ‖G‖², the squared norm of the reference gradient.
     pub reference: f64,
-    /// ‖b‖²: the squared distance between the mean of many redraws and the reference. The value is an unbiased estimate, which can be
-    /// negative if the bias is small.
+    /// ‖b‖²: the squared distance between the mean of infinitely many redraws and the reference gradient. The value is an unbiased
+    /// estimate, which can be negative if the true bias is small.
     pub bias: f64,
-    /// E‖e‖²: the mean squared distance between one redraw and the mean of many redraws. With a single redraw the value is 0: see
-    /// [`Decomposition::redraws`].
+    /// E‖e‖²: the mean squared distance between one redraw and the mean of infinitely many redraws. With a single redraw the value is 0:
+    /// see [`Decomposition::redraws`].
     pub variance: f64,
     /// Number of redraws. With a single redraw, `bias` is the whole squared error, including the error from noise.
     pub redraws: u64,
 }
 
 impl Decomposition {
-    /// The expected squared error of one gradient, divided by ‖G‖². The result is not finite if the reference is zero.
+    /// The expected squared error of one redraw's gradient, divided by ‖G‖². The result is not finite if the reference gradient is zero.
     #[must_use]
     pub fn error(&self) -> f64 {
         (self.bias + self.variance) / self.reference
@@ -51,10 +51,10 @@ impl Decomposition {
 }
 
 impl Redraws {
-    /// Adds a redraw. Later redraws must have the tensors of the first redraw.
+    /// Adds a redraw; it must have the same tensors as the first redraw.
     ///
     /// # Errors
-    /// The name of a tensor that is missing from this redraw, or has another length.
+    /// Returns the name of a tensor that is missing from this redraw, or has another length.
     pub fn add(&mut self, gradients: &[Gradient<'_>]) -> Result<(), String> {
         if self.count == 0 {
             let sums = |&(name, values): &Gradient<'_>| Sums {
@@ -82,10 +82,10 @@ impl Redraws {
         Ok(())
     }
 
-    /// Bias and variance of every tensor, then of all tensors together, relative to a reference's gradient.
+    /// Computes the bias and the variance of every tensor, then of all tensors together, relative to a reference gradient.
     ///
     /// # Errors
-    /// The name of a tensor that is missing from the reference or has another length; also an error if there is no redraw.
+    /// Returns the name of a tensor that is missing from the reference or has another length; also returns an error if there is no redraw.
     pub fn decompose(&self, reference: &[Gradient<'_>]) -> Result<Vec<Decomposition>, String> {
         if self.count == 0 {
             return Err("there is no redraw".into());

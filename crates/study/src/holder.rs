@@ -9,16 +9,16 @@ pub struct Holder {
     pub pid: u32,
     /// Name of the process's host.
     pub host: String,
-    /// Start time of the process, in the kernel's ticks since the host started. The time distinguishes the process from a later process
-    /// with the same id. `None` if the system does not report the time.
+    /// Start time of the process, in the kernel's ticks since the host started. The start time distinguishes the process from a later
+    /// process with the same id. `None` if the system does not report the start time.
     pub started: Option<u64>,
-    /// The device on which the cell runs, such as `cuda:1`. Empty if the process did not name one.
+    /// The device on which the cell runs, such as `cuda:1`. Empty if the process did not name a device.
     #[serde(default)]
     pub device: String,
 }
 
 impl Holder {
-    /// This process, which runs a cell on `device`; `host` is the name of its host.
+    /// Describes this process, which runs a cell on `device`; `host` is the name of its host.
     #[must_use]
     pub fn this(host: &str, device: &str) -> Self {
         let pid = std::process::id();
@@ -31,8 +31,8 @@ impl Holder {
         self.host == other.host && !differ
     }
 
-    /// Whether the process is known to have ended: the process ran on this host, and no such process exists any more. For other hosts, or
-    /// if the system does not list processes (`/proc`), the result is false.
+    /// Whether the process is known to have ended: it ran on this host, and this host no longer has such a process. For a process on
+    /// another host, or if the system does not list processes (`/proc`), the result is false.
     #[must_use]
     pub fn is_dead(&self, host: &str) -> bool {
         // Whether the system lists processes is tested with this process itself.

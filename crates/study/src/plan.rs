@@ -9,7 +9,7 @@ use crate::study::Study;
 use serde::Serialize;
 use std::fmt;
 
-/// The source of the estimate of a cell's seconds.
+/// The source from which the seconds of a cell are estimated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Basis {
@@ -21,28 +21,28 @@ pub enum Basis {
     Nothing,
 }
 
-/// The cost of the cells of one configuration, recipe and kind.
+/// The cost of all cells with one configuration, one recipe and one kind.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Cost {
     /// The configuration.
     pub config: String,
     /// The recipe.
     pub recipe: String,
-    /// The kind: `run`, `floor`, `trunk` or `branch`.
+    /// The kind of the cells: `run`, `floor`, `trunk` or `branch`.
     pub kind: String,
     /// Number of steps of one cell.
     pub steps: u64,
     /// Number of cells.
     pub cells: usize,
-    /// Number of cells that have a row.
+    /// Number of cells that already have a row.
     pub done: usize,
     /// Estimated seconds of one cell.
     pub seconds: Option<f64>,
-    /// The source of the estimate.
+    /// The source from which the seconds are estimated.
     pub from: Basis,
 }
 
-/// The standard deviation of paired differences, by its source.
+/// The standard deviation of paired differences, together with its source.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "is", content = "percent")]
 pub enum Spread {
@@ -54,31 +54,32 @@ pub enum Spread {
     Unknown,
 }
 
-/// The cost of a study, and the differences that the study can resolve.
+/// The cost of a study, and the sizes of the differences that the study can detect.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
     /// The study's name.
     pub study: String,
-    /// The cost of each kind of cell, in the order in which the kinds first run.
+    /// The cost of each kind of cell, in the order in which the first cells of the kinds run.
     pub costs: Vec<Cost>,
     /// The expected standard deviation of paired differences.
     pub spread: Spread,
     /// Number of planned seeds.
     pub seeds: usize,
-    /// Number of comparisons within a configuration.
+    /// Number of comparisons with the baseline within a configuration.
     pub family: usize,
-    /// Numbers of seeds, each with the smallest true difference that this number of seeds resolves with probability [`POWER`]. The unit is
-    /// per cent of the baseline's loss or, if the spread is unknown, standard deviations of the differences. The planned number of seeds is
-    /// included.
+    /// For several numbers of seeds, the smallest true difference that this number of seeds detects with probability [`POWER`]. The unit of
+    /// the differences is per cent of the baseline's loss; if the spread is unknown, it is the standard deviation of the differences. The
+    /// planned number of seeds is included.
     pub detectable: Vec<(usize, Option<f64>)>,
 }
 
 impl Plan {
-    /// The plan of this study, given the rows that exist. `seconds_per_step` estimates a cell for which no row gives an estimate. `pilot` is the standard deviation of paired
-    /// differences in per cent, from another study's [`Results::pooled_sd`]; `pilot` is used if the rows do not give this standard
-    /// deviation.
+    /// Computes the plan of this study from the rows that exist. `seconds_per_step` gives the estimate for a cell if no row gives one.
+    /// `pilot` is the standard deviation of paired differences in per cent, which another study measured ([`Results::pooled_sd`]). `pilot`
+    /// is used only if the rows do not give this standard deviation.
     ///
-    /// Detectable differences are those of a two-sided paired t test at level [`ALPHA`] / comparisons, the strictest step of Holm's correction.
+    /// Detectable differences are those of a two-sided paired t test at the level [`ALPHA`] / number of comparisons, which is the strictest
+    /// step of Holm's correction.
     #[must_use]
     pub fn of(
         study: &Study,

@@ -13,7 +13,7 @@ use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-/// The cells of a study that do not have a row yet.
+/// The cells of a study that have no row yet.
 #[derive(Debug, Clone)]
 pub struct Queue {
     dir: PathBuf,
@@ -22,7 +22,7 @@ pub struct Queue {
     device: String,
 }
 
-/// The next action of a process.
+/// What a process should do next.
 #[derive(Debug)]
 pub enum Next {
     /// Run this cell; no other process can claim it while the [`Claim`] exists.
@@ -41,18 +41,18 @@ pub enum Next {
     },
 }
 
-/// A cell that another process runs.
+/// A cell that another process is running.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Running {
     /// The cell's id.
     pub cell: String,
-    /// The file that marks the cell as running. A user who knows that the process has died on another host may remove the file.
+    /// The file that marks the cell as being run. A user who knows that the process has died on another host may remove the file.
     pub file: PathBuf,
-    /// The process that runs the cell; `None` if the file is damaged.
+    /// The process that runs the cell; `None` if the marking file is damaged.
     pub holder: Option<Holder>,
 }
 
-/// A cell that this process has claimed. Dropping the claim releases the cell.
+/// A cell that this process has claimed, so that no other process runs it. Dropping the claim allows other processes to run the cell.
 #[derive(Debug)]
 pub struct Claim {
     cell: Box<Cell>,
@@ -70,7 +70,7 @@ impl Claim {
     /// Writes the cell's row and releases the cell.
     ///
     /// # Errors
-    /// [`Error::Row`] for a row of another cell, and the errors of [`write_row`]. On an error, the cell is released without a row.
+    /// Returns [`Error::Row`] for a row of another cell, and the errors of [`write_row`]. On an error, the cell is released without a row.
     pub fn finish(self, row: &Row) -> Result<PathBuf> {
         if row.cell != self.cell.id {
             return Err(Error::row(&row.cell, format!("is given as that of {}", self.cell.id)));
@@ -87,28 +87,28 @@ impl Drop for Claim {
 }
 
 impl Queue {
-    /// The queue of these cells in a study's folder `dir`, which is created if it does not exist. `host` is this machine's name; a process can only detect the death of processes
-    /// on its own host.
+    /// The queue of these cells in the study's folder `dir`; the folder is created if it does not exist. `host` is this machine's name; a
+    /// process can detect the death only of processes on its own host.
     ///
     /// # Errors
-    /// [`Error::Io`] if the folder cannot be created.
+    /// Returns [`Error::Io`] if the folder cannot be created.
     pub fn open(dir: &Path, cells: Vec<Cell>, host: &str) -> Result<Self> {
         let folder = rows_dir(dir);
         fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
         Ok(Self { dir: dir.to_owned(), cells, host: host.to_owned(), device: String::new() })
     }
 
-    /// The same queue for a process that runs its cells on this device.
+    /// The same queue for a process that runs its cells on the device `device`.
     #[must_use]
     pub fn on_device(self, device: &str) -> Self {
         Self { device: device.to_owned(), ..self }
     }
 
-    /// Whether another live process on this host runs a cell and may use the same device. If so, the speed and energy of both runs differ
-    /// from those of a run that has the device to itself.
+    /// Whether another live process on this host is running a cell and may be using the same device. If so, the speed and the energy of
+    /// both runs cannot be compared with those of a run that is alone on its device.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// Returns [`Error::Io`] if a call of the operating system fails.
     pub fn shares_device(&self, own: &Claim) -> Result<bool> {
         let me = Holder::this(&self.host, &self.device);
         for cell in self.cells.iter().filter(|cell| cell.id != own.cell.id) {
@@ -131,10 +131,10 @@ impl Queue {
         rows_dir(&self.dir).join(format!("{}.running", cell.id))
     }
 
-    /// Claims the first cell that has no row, that no process runs, and whose trunk is finished.
+    /// Claims the first cell that has no row, that no other process is running, and whose trunk is finished.
     ///
     /// # Errors
-    /// [`Error::Io`] for file errors; [`Error::Row`] for a damaged row of a trunk.
+    /// Returns [`Error::Io`] for file errors, and [`Error::Row`] for a damaged row of a trunk.
     pub fn next(&self) -> Result<Next> {
         let guard = self.guard()?;
         let (mut running, mut blocked, mut branches) = (Vec::new(), Vec::new(), 0);
@@ -161,17 +161,17 @@ impl Queue {
         Ok(if running.is_empty() { Next::Done { blocked } } else { Next::Wait { running, branches } })
     }
 
-    /// Claims this cell, whether or not it has a row, because a trunk without a local checkpoint must be trained again. `None` if another
-    /// process runs the cell.
+    /// Claims this cell even if it has a row, because a trunk without a local checkpoint must be trained again. The result is `None` if
+    /// another process is running the cell.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// Returns [`Error::Io`] if a call of the operating system fails.
     pub fn claim(&self, cell: &Cell) -> Result<Option<Claim>> {
         let guard = self.guard()?;
         Ok(self.take(cell, guard.is_some())?.ok())
     }
 
-    /// The branches of this trunk that have no row.
+    /// The branches of this trunk that have no row yet.
     pub fn branches_left<'q>(&'q self, trunk: &'q str) -> impl Iterator<Item = &'q Cell> {
         self.cells.iter().filter(move |cell| cell.trunk() == Some(trunk) && !self.has_row(&cell.id))
     }
@@ -182,10 +182,11 @@ impl Queue {
         self.cells.iter().find(|cell| cell.id == id)
     }
 
-    /// Removes rows of failed runs, so that these are run again, and returns their cells' ids. Rows of diverged runs stay, because they are results.
+    /// Removes the rows of failed runs, so that these runs are repeated, and returns the ids of their cells. Rows of diverged runs are not
+    /// removed, because divergence is a result.
     ///
     /// # Errors
-    /// [`Error::Io`] for file errors, and [`Error::Row`] for damaged rows.
+    /// Returns [`Error::Io`] for file errors, and [`Error::Row`] for damaged rows.
     pub fn forget_failed(&self) -> Result<Vec<String>> {
         let _guard = self.guard()?;
         let mut forgotten = Vec::new();

@@ -23,16 +23,16 @@ pub enum Outcome {
     },
 }
 
-/// The hardware on which a run ran, and the version of Nibble.
+/// The hardware on which a run was executed, and the version of Nibble.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Provenance {
     /// The machine: the name of its processor, or another name.
     pub machine: String,
     /// The device, such as `NVIDIA H200`.
     pub device: String,
-    /// The commit of Nibble, with a mark if files were modified.
+    /// The commit of Nibble, marked if files were modified.
     pub commit: String,
-    /// Versions of other software that affects bits or speed: driver, NVRTC, Nibble.
+    /// Versions of other software that affects the bits or the speed: driver, NVRTC, Nibble.
     pub versions: BTreeMap<String, String>,
 }
 
@@ -42,7 +42,7 @@ pub struct Provenance {
 pub struct Row {
     /// Id of the cell.
     pub cell: String,
-    /// The kind of the cell: [`Cell::kind_name`].
+    /// The kind of the cell, as [`Cell::kind_name`] writes it.
     pub kind: String,
     /// Name of the configuration.
     pub config: String,
@@ -62,23 +62,24 @@ pub struct Row {
     pub seconds: f64,
     /// Number of tokens on which the run trained.
     pub tokens: u64,
-    /// Tokens per second: the median over steps. `None` if another run used the device at the same time.
+    /// The median over the steps of the tokens per second. `None` if another run used the device at the same time.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub tokens_per_second: Option<f64>,
     /// Joules per token, if the device reports its power and no other run used the device at the same time.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub joules_per_token: Option<f64>,
-    /// Mean training loss of the last tenth of the steps, in nats: [`last_tenth`](crate::last_tenth). Every finished row has this value.
+    /// Mean training loss in nats over the last tenth of the steps, as [`last_tenth`](crate::last_tenth) computes it. The row of every
+    /// finished run has this value.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub last_tenth: Option<f64>,
-    /// Steps and held-out losses in nats, in the order of steps.
+    /// Pairs of a step and the held-out loss in nats, in the order of steps.
     pub held_out: Vec<(u64, f64)>,
     /// The curve of training losses.
     pub curve: Curve,
 }
 
 impl Row {
-    /// A row of this cell without losses.
+    /// Creates a row of this cell without any losses.
     #[must_use]
     pub fn of(cell: &Cell, provenance: Provenance, outcome: Outcome) -> Self {
         Self {
@@ -101,8 +102,9 @@ impl Row {
         }
     }
 
-    /// The same row with all measured numbers rounded to 15 significant digits. JSON readers convert a number with at most 15 digits to the nearest `f64`; with more digits, some
-    /// return a neighbouring number. So a row is read exactly as it was written.
+    /// The same row with all measured numbers rounded to 15 significant digits. All JSON readers convert a number with at most 15 digits to
+    /// the nearest `f64`; for more digits, some readers return a neighbouring number. So the numbers of a row are read exactly as they were
+    /// written.
     #[must_use]
     pub fn rounded(mut self) -> Self {
         let round = |value: f64| format!("{value:.14e}").parse().unwrap_or(value);
@@ -117,7 +119,7 @@ impl Row {
     /// Checks that the row can be written, read again and compared.
     ///
     /// # Errors
-    /// The key with a wrong value, and what is wrong.
+    /// Returns the key with a wrong value, and what is wrong.
     pub fn check(&self) -> Result<(), String> {
         let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
         if self.cell.is_empty() || self.cell.starts_with('.') || !self.cell.chars().all(plain) {

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Maximum number of bytes of a row's file; valid rows are smaller.
 const MOST_BYTES: u64 = 1 << 20;
 
-/// A row that does not belong to the study in its present form.
+/// A row that does not belong to the present form of the study.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Stale {
     /// The row's file.
@@ -21,7 +21,7 @@ pub struct Stale {
     pub why: String,
 }
 
-/// The rows of a study's cells.
+/// The rows of a study, by cell.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Rows {
     by_cell: BTreeMap<String, Row>,
@@ -32,7 +32,7 @@ impl Rows {
     /// Sorts these rows by cell; rows that belong to no cell are stale. The order of `rows` does not matter.
     ///
     /// # Errors
-    /// [`Error::Row`] for a damaged row, or if two rows belong to one cell.
+    /// Returns [`Error::Row`] for a damaged row, or if two rows belong to one cell.
     pub fn of(cells: &[Cell], rows: impl IntoIterator<Item = Row>) -> Result<Self> {
         let mut all = Self::default();
         for row in rows {
@@ -47,10 +47,11 @@ impl Rows {
         Ok(all)
     }
 
-    /// Reads `dir/rows`. If the folder does not exist, there are no rows. Files that are being written, and marks of running cells, are skipped.
+    /// Reads the rows in the folder `dir/rows`; if the folder does not exist, there are no rows. Files that are being written, and the
+    /// files that mark running cells, are skipped.
     ///
     /// # Errors
-    /// [`Error::Io`] and [`Error::Row`], which name the file.
+    /// Returns [`Error::Io`] or [`Error::Row`]; both name the file.
     pub fn read(dir: &Path, cells: &[Cell]) -> Result<Self> {
         let folder = rows_dir(dir);
         let mut all = Self::default();
@@ -106,20 +107,20 @@ impl Rows {
         self.by_cell.values()
     }
 
-    /// Rows that do not belong to the study in its present form, in the order of their files. Such rows are not used.
+    /// The rows that do not belong to the present form of the study, in the order of their files. The results do not use such rows.
     #[must_use]
     pub fn stale(&self) -> &[Stale] {
         &self.stale
     }
 }
 
-/// The folder of the rows of a study that is stored in `dir`.
+/// The folder that contains the rows of a study stored in `dir`.
 #[must_use]
 pub fn rows_dir(dir: &Path) -> PathBuf {
     dir.join("rows")
 }
 
-/// The file of a cell's row.
+/// The path of the file of a cell's row.
 #[must_use]
 pub fn row_file(dir: &Path, cell: &str) -> PathBuf {
     rows_dir(dir).join(format!("{cell}.json"))
@@ -134,7 +135,7 @@ fn id_of(file: &Path) -> Option<&str> {
 /// Reads one row.
 ///
 /// # Errors
-/// [`Error::Io`] and [`Error::Row`], which name the file.
+/// Returns [`Error::Io`] or [`Error::Row`]; both name the file.
 pub fn read_row(file: &Path) -> Result<Row> {
     let mut text = String::new();
     let opened = File::open(file).map_err(Error::io(file))?;
@@ -150,10 +151,11 @@ pub fn read_row(file: &Path) -> Result<Row> {
     }
 }
 
-/// Writes a row, [`Row::rounded`], to `dir/rows/ID.json` atomically: first to a temporary file, which is then renamed. The new row replaces an existing row of the same cell.
+/// Writes the rounded row ([`Row::rounded`]) to `dir/rows/ID.json` atomically: first to a temporary file, which is then renamed. The new
+/// row replaces an existing row of the same cell.
 ///
 /// # Errors
-/// [`Error::Row`] for a row that could not be read back; [`Error::Io`] for file errors.
+/// Returns [`Error::Row`] for a row that could not be read back, and [`Error::Io`] for file errors.
 pub fn write_row(dir: &Path, row: &Row) -> Result<PathBuf> {
     static TURN: AtomicU64 = AtomicU64::new(0);
     let file = row_file(dir, &row.cell);

@@ -17,7 +17,7 @@ const ALONE: &str = "TEST_ALONE";
 /// ```
 ///
 /// # Panics
-/// With the output of the child process, if the test fails there or if no test has this name.
+/// Panics with the output of the child process if the test fails there, or if no test has this name.
 #[track_caller]
 pub fn alone(module: &str, name: &str, test: impl FnOnce()) {
     // A module path starts with the crate's name; a test's name does not.

@@ -41,7 +41,7 @@ macro_rules! float_bits {
 }
 float_bits!(f32: "{:#010x}", f64: "{:#018x}", bf16: "{:#06x}");
 
-/// The reason why two outputs do not agree.
+/// The reason why two outputs disagree.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Mismatch {
     /// The outputs have different lengths.
@@ -117,15 +117,15 @@ fn compare<T: Bits>(
     })
 }
 
-/// Compares bits; all NaNs are equal.
+/// Compares two outputs bit by bit; all NaNs count as equal.
 ///
 /// # Errors
-/// A [`Mismatch`] that describes the difference.
+/// Returns a [`Mismatch`] that describes the difference.
 pub fn compare_bits<T: Bits>(got: &[T], want: &[T]) -> Result<(), Mismatch> {
     compare(got, want, "same bits", T::same)
 }
 
-/// Computes ‖got − want‖ / ‖want‖ in F64 over the finite values; 0 if both are all zeros.
+/// Computes ‖got − want‖ / ‖want‖ in F64 over the finite values; the result is 0 if both are all zeros.
 pub fn rel_l2(got: &[f32], want: &[f32]) -> f64 {
     let (mut error, mut norm) = (0.0, 0.0);
     for (&got, &want) in got.iter().zip(want).filter(|(g, w)| g.is_finite() && w.is_finite()) {
@@ -136,10 +136,10 @@ pub fn rel_l2(got: &[f32], want: &[f32]) -> f64 {
     if error == 0.0 { 0.0 } else { (error / norm).sqrt() }
 }
 
-/// Compares by relative L2 error. NaNs and infinities must be at the expected positions.
+/// Compares two outputs by their relative L2 error. NaNs and infinities must be at the expected positions.
 ///
 /// # Errors
-/// A [`Mismatch`] that describes the difference.
+/// Returns a [`Mismatch`] that describes the difference.
 pub fn compare_rel_l2(got: &[f32], want: &[f32], max: f64) -> Result<(), Mismatch> {
     compare(got, want, "finite where finite is expected", |a, b| {
         if a.is_finite() && b.is_finite() { true } else { a.same(b) }
@@ -161,7 +161,7 @@ pub fn compare_rel_l2(got: &[f32], want: &[f32], max: f64) -> Result<(), Mismatc
 /// Compares two outputs with the tolerance that an operation declares.
 ///
 /// # Errors
-/// A [`Mismatch`] that describes the difference.
+/// Returns a [`Mismatch`] that describes the difference.
 pub fn compare_agreement(agreement: Agreement, got: &[f32], want: &[f32]) -> Result<(), Mismatch> {
     match agreement {
         Agreement::Bitwise => compare_bits(got, want),
@@ -176,28 +176,28 @@ fn require(what: &str, compared: Result<(), Mismatch>) {
     }
 }
 
-/// Asserts equal bits; all NaNs are equal.
+/// Asserts that two outputs have equal bits; all NaNs count as equal.
 ///
 /// # Panics
-/// With a report, if the bits differ.
+/// Panics with a report if the bits differ.
 #[track_caller]
 pub fn assert_bits_equal<T: Bits>(what: &str, got: &[T], want: &[T]) {
     require(what, compare_bits(got, want));
 }
 
-/// Asserts a relative L2 error of at most `max`.
+/// Asserts that the relative L2 error of an output is at most `max`.
 ///
 /// # Panics
-/// With a report, if the error is larger than `max`.
+/// Panics with a report if the error is larger than `max`.
 #[track_caller]
 pub fn assert_rel_l2(what: &str, got: &[f32], want: &[f32], max: f64) {
     require(what, compare_rel_l2(got, want, max));
 }
 
-/// Asserts the agreement that an operation declares.
+/// Asserts that two outputs agree as closely as an operation declares.
 ///
 /// # Panics
-/// With a report, if the outputs do not agree.
+/// Panics with a report if the outputs do not agree.
 #[track_caller]
 pub fn assert_agreement(agreement: Agreement, what: &str, got: &[f32], want: &[f32]) {
     require(what, compare_agreement(agreement, got, want));
@@ -206,7 +206,7 @@ pub fn assert_agreement(agreement: Agreement, what: &str, got: &[f32], want: &[f
 /// Asserts that a backend copies strided rows, and refuses rows out of range.
 ///
 /// # Panics
-/// If the backend does not.
+/// Panics if the backend does not.
 #[track_caller]
 pub fn assert_copies_lines<B: Backend>(b: &B) {
     let from = b.upload(&(0u8..12).collect::<Vec<_>>()).unwrap();

@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 /// The environment variable that selects [`Breadth::Whole`] if it has any value except `0`.
 pub const EXHAUSTIVE: &str = "NIBBLE_EXHAUSTIVE";
 
-/// How much of each list a run covers.
+/// How much of each list of test cases a run covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Breadth {
     /// A part of each list, small enough to run on every change.
@@ -31,8 +31,8 @@ impl Breadth {
         }
     }
 
-    /// Combinations of one index per list, for lists of these lengths. `Whole` gives all combinations. `Daily` gives enough combinations
-    /// that any two values of two lists occur together ([`pairs`]).
+    /// Combinations of one index per list, for lists of these lengths. `Whole` gives all combinations. In the breadth `Daily`, any two
+    /// values of two lists occur together in some combination ([`pairs`]), but not all combinations occur.
     pub fn cross<const N: usize>(self, lengths: [usize; N]) -> Vec<[usize; N]> {
         match self {
             Self::Whole => whole(lengths),
@@ -40,8 +40,8 @@ impl Breadth {
         }
     }
 
-    /// Whether the `nth` case of a kind (from 0) is run. `Whole` runs every case. `Daily` runs the first four, then about one in `every`,
-    /// distributed so that the choice does not align with a stride of the list.
+    /// Whether the `nth` case of a kind (from 0) is run. `Whole` runs every case. In the breadth `Daily`, the first four cases are run,
+    /// then about one in `every` cases; the choice does not align with a stride of the list.
     pub fn takes(self, nth: usize, every: usize) -> bool {
         // The hash is Fibonacci hashing: the high half of a product with 2^64 divided by the golden ratio.
         let spread = (nth as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32;
@@ -73,11 +73,12 @@ fn whole<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     }
 }
 
-/// Combinations in which any two values of two lists occur together. The number of combinations is little larger than the number of pairs
-/// of the two longest lists. The result is deterministic.
+/// Combinations in which any two values of two lists occur together. There are only a few more combinations than pairs of the two longest
+/// lists. The result is deterministic.
 ///
-/// The algorithm is greedy. A combination starts with the first missing pair. From each other list, the algorithm adds the value that
-/// completes the most missing pairs; if several values complete equally many, the algorithm adds the least used value.
+/// The algorithm is greedy. The algorithm starts each combination with the first pair that is still missing. From each other list, the
+/// algorithm then adds the value that completes the most missing pairs. If several values complete equally many pairs, the algorithm adds
+/// the value that was used least.
 pub fn pairs<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     if N < 2 || lengths.contains(&0) {
         return whole(lengths);

@@ -262,9 +262,9 @@ fn compare(agreement: Agreement, got: &Values, want: &Values) -> std::result::Re
     }
 }
 
-/// The relative L2 error of values with a relative error `e` after they are rounded to BF16. Two values that differ by e round to different
-/// sides with probability e / u, where u is the unit in the last place, up to 2⁻⁷ of the value. Two such values are then u apart, so the
-/// mean square of the error is e · u. The bound is twice the root of the mean square, to allow for chance.
+/// The relative L2 error that remains after values with a relative error `e` are rounded to BF16. Two values that differ by e are rounded
+/// to different sides with probability e / u, where u is the unit in the last place, which is at most 2⁻⁷ of the value. Two such values are
+/// then u apart, so the mean square of the error is e · u. The returned bound is twice the root of this mean square, to allow for chance.
 pub fn after_rounding_to_bf16(e: f64) -> f64 {
     e + 2.0 * (e / 128.0).sqrt()
 }

@@ -17,8 +17,8 @@ use crate::pair::Pair;
 use crate::testdata::skip;
 use nibble_core::{Backend, Kernels, for_each_op};
 
-/// Runs the conformance test of one operation on a pair. If the pair is `None` (this machine lacks the instruction set or device), prints
-/// that the test was skipped.
+/// Runs the conformance test of one operation on a pair of specification and backends. If the pair is `None` (this machine lacks the
+/// instruction set or device), prints that the test was skipped.
 #[track_caller]
 pub fn on<A: Backend, B: Backend>(pair: impl Into<Option<Pair<A, B>>>, name: &str, op: impl Fn(&Pair<A, B>)) {
     match pair.into() {
@@ -34,7 +34,7 @@ macro_rules! table {
 /// An operation's name, and its conformance test, which panics with a report.
 pub type Test<A, B> = (&'static str, fn(&Pair<A, B>));
 
-/// All operations with their tests. An operation without a test does not compile.
+/// All operations with their tests. If an operation has no test, this function does not compile.
 pub fn every_op<A: Kernels, B: Kernels>() -> Vec<Test<A, B>> {
     for_each_op! { [table] () A }
 }

@@ -4,7 +4,7 @@ use crate::input::stream;
 use nibble_core::ops::Positions;
 use nibble_core::{Backend, Result};
 
-/// Kinds of document boundaries in sequences.
+/// How the document boundaries lie in the sequences of a test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Documents {
     /// One document per sequence.
@@ -18,7 +18,7 @@ pub enum Documents {
 }
 
 impl Documents {
-    /// All kinds, and `None` for no documents.
+    /// All kinds of boundaries, and `None` for sequences without documents.
     pub const ALL: [Option<Self>; 5] =
         [None, Some(Self::Random), Some(Self::Tokens), Some(Self::Whole), Some(Self::Wild)];
 
@@ -40,10 +40,10 @@ impl Documents {
         (0..sequences * seq_len).map(of).collect()
     }
 
-    /// Positions of rows in these documents, where `first` is the position of each sequence's first row.
+    /// The positions of rows within these documents; `first` is the position of the first row of each sequence.
     ///
     /// # Errors
-    /// The error of the backend.
+    /// Returns the error of the backend.
     pub fn positions<B: Backend>(
         of: Option<Self>,
         b: &B,

@@ -14,13 +14,13 @@ use nibble_core::{Backend, BlockScaled, DType, Result, Tensor};
 pub struct HostBlock {
     /// The format of the codes.
     pub format: Format,
-    /// The axis of the blocks.
+    /// The direction along which the blocks run.
     pub axis: BlockAxis,
-    /// The scale rule with which the scales were chosen.
+    /// The scale rule that was used to choose the scales.
     pub rule: ScaleRule,
-    /// Rows of the logical matrix.
+    /// Number of rows of the logical matrix.
     pub rows: usize,
-    /// Columns of the logical matrix.
+    /// Number of columns of the logical matrix.
     pub cols: usize,
     /// Number of stacked matrices.
     pub stack: usize,
@@ -33,10 +33,10 @@ pub struct HostBlock {
 }
 
 impl HostBlock {
-    /// Quantizes x `[rows, cols]`, one code at a time. `stack` matters only for 2-D blocks.
+    /// Quantizes the matrix x `[rows, cols]` one code at a time, as a specification. `stack` matters only for 2-D blocks.
     ///
     /// # Panics
-    /// If the codec's rounding is random.
+    /// Panics if the codec's rounding is random.
     pub fn quantize(
         codec: Codec,
         axis: BlockAxis,
@@ -101,11 +101,12 @@ impl HostBlock {
         }
     }
 
-    /// Random codes with random scales, all of which conversions must handle. Scale bytes of a row or column are near one exponent and
-    /// differ by up to 24. One scale byte in 31 is 0x00, and one in 37 is 0xFF (with codes of 0, as all quantizers write).
+    /// Creates random codes with random scales; conversions must handle all of these scales. The scale bytes of a row or column are near
+    /// one common exponent and differ by up to 24. One scale byte in 31 is 0x00, and one in 37 is 0xFF; the codes under 0xFF are 0, because
+    /// all quantizers write 0 there.
     ///
     /// # Panics
-    /// If blocks are 2-D.
+    /// Panics if blocks are 2-D.
     pub fn random(format: Format, axis: BlockAxis, rows: usize, cols: usize, stream: &Stream) -> Self {
         let (lines, width) = match axis {
             BlockAxis::Row => (rows, cols),
@@ -135,7 +136,7 @@ impl HostBlock {
         Self { format, axis, rule: ScaleRule::Rceil, rows, cols, stack: 1, codes, scales, tensor_scale: None }
     }
 
-    /// The same values, with scales stored as F32; these F32 scales are powers of two.
+    /// The same values, but with the scales stored as F32 numbers, which are powers of two.
     pub fn with_f32_scales(mut self) -> Self {
         let powers = ScalePlane { kind: self.format.scale_kind(self.rule), bytes: &self.scales };
         if powers.kind == ScaleKind::E8M0 {
@@ -145,10 +146,10 @@ impl HostBlock {
         self
     }
 
-    /// Overwrites codes and scales of padding rows with NaN bytes (only for row blocks).
+    /// Overwrites the codes and scales of padding rows with NaN bytes; this is possible only for row blocks.
     ///
     /// # Panics
-    /// If the tensor does not have row blocks.
+    /// Panics if the tensor does not have row blocks.
     pub fn poison_pads(&mut self, is_valid: &[bool]) {
         assert_eq!(self.axis, BlockAxis::Row, "rows of a column plane are not contiguous");
         let poison = |valid: &bool| !valid;
@@ -162,7 +163,7 @@ impl HostBlock {
     /// Uploads the tensor.
     ///
     /// # Errors
-    /// The error of the backend.
+    /// Returns the error of the backend.
     pub fn upload<B: Backend>(&self, b: &B) -> Result<BlockScaled<B>> {
         Ok(BlockScaled {
             format: self.format,

@@ -3,7 +3,7 @@
 use nibble_core::formats::philox::normal_from_bits;
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 
-/// A stream of test values; its name is their purpose.
+/// Creates a stream of test values, named after their purpose.
 pub fn stream(name: &str) -> Stream {
     Stream::new(0x4E69_6262_6C65, Purpose::Data, fnv1a32(name), 0)
 }

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// backend.
 const SLOWER: usize = 5;
 
-/// The cases of one test, shared among pairs that run the test concurrently: the first free pair runs the next case.
+/// The cases of one test, shared among pairs that run the test concurrently: the first pair that is free runs the next case.
 #[derive(Debug, Clone, Default)]
 pub struct Cases {
     next: Arc<AtomicUsize>,
@@ -39,7 +39,7 @@ impl Share {
     }
 }
 
-/// A specification and the backends that are compared with it.
+/// A specification, and the backends that are compared with the specification.
 #[derive(Debug, Clone)]
 pub struct Pair<A, B> {
     /// The specification.
@@ -48,7 +48,7 @@ pub struct Pair<A, B> {
     pub b: B,
     /// More backends under test; the specification runs once for all backends.
     more: Vec<B>,
-    /// Whether all operations, including GEMMs and attention, must give the same bits (for two code paths of one machine).
+    /// Whether all operations, including GEMMs and attention, must give bit-identical results, as two code paths of one machine must.
     pub strict: bool,
     cases: Arc<AtomicUsize>,
     /// How much of its lists a test covers.
@@ -64,7 +64,7 @@ pub struct Pair<A, B> {
 }
 
 impl<A: Backend, B: Backend> Pair<A, B> {
-    /// A pair that compares each operation with the operation's own `AGREEMENT`.
+    /// A pair that compares each operation with the tolerance that the operation declares as `AGREEMENT`.
     pub fn new(a: A, b: B) -> Self {
         Self {
             a,
@@ -80,12 +80,13 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         }
     }
 
-    /// A pair that requires the same bits in every operation.
+    /// A pair that requires bit-identical results of every operation.
     pub fn strict(a: A, b: B) -> Self {
         Self { strict: true, ..Self::new(a, b) }
     }
 
-    /// Adds a backend under test. In the daily suite, the backend runs the first cases of each kind and about a fifth of the others.
+    /// Adds a backend that is compared with the specification. In the daily suite, the backend runs the first cases of each kind and about
+    /// a fifth of the others.
     pub fn and(mut self, b: B) -> Self {
         self.more.push(b);
         self
@@ -96,7 +97,7 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         Self { one_of: many, ..self }
     }
 
-    /// Covers whole lists or the daily part, independent of the environment variable.
+    /// Covers whole lists of cases or only the daily part, whatever the environment variable says.
     pub fn with_breadth(self, breadth: Breadth) -> Self {
         Self { breadth, ..self }
     }
@@ -145,7 +146,7 @@ impl<A: Backend, B: Backend> Pair<A, B> {
     /// Runs one case on the specification and on the backends under test, and compares the results.
     ///
     /// # Panics
-    /// With a report, if a backend refuses the case or the results do not agree.
+    /// Panics with a report if a backend refuses the case or the results do not agree.
     #[track_caller]
     pub(crate) fn check<C: Case<A> + Case<B>>(&self, case: &C) {
         if !self.takes_case() {
@@ -181,7 +182,7 @@ impl<A: Backend, B: Backend> Pair<A, B> {
     /// Checks that all backends refuse the case with an error that `expected` accepts.
     ///
     /// # Panics
-    /// With a report, if a backend does not refuse it.
+    /// Panics with a report if a backend does not refuse it.
     #[track_caller]
     pub(crate) fn check_refused<C: Case<A> + Case<B>>(&self, case: &C, expected: impl Fn(&Error) -> bool) {
         if !self.takes_case() || self.trial.is_some() {

@@ -73,11 +73,11 @@ impl Matrix {
     }
 }
 
-/// Quantizes at least this many random elements, alternating between F32 and BF16, in row blocks and column blocks of every block format,
-/// and decodes them, on both backends.
+/// Tests at least this many random elements, alternating between F32 and BF16. Both backends quantize the elements in row blocks and column
+/// blocks of every block format, and decode them.
 ///
 /// # Panics
-/// With a report, if the backends differ by a bit or if one of them refuses a conversion.
+/// Panics with a report if the backends differ by a bit, or if one of the backends refuses a conversion.
 pub fn random_elements<A: Kernels, B: Kernels>(pair: &Pair<A, B>, elements: u64) {
     let codecs: Vec<Codec> = Format::ALL
         .into_iter()

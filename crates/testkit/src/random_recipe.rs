@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 /// Keys and values of a layer kind's section.
 type Keys = BTreeMap<&'static str, String>;
 
-/// Random choices from a seeded stream.
+/// A source of random choices with a seed.
 #[derive(Debug)]
 pub struct Dice {
     stream: Stream,
@@ -33,12 +33,12 @@ impl Dice {
         self.stream.u32_at(self.drawn) as usize % bound
     }
 
-    /// A random element of `choices`.
+    /// Chooses a random element of `choices`.
     pub fn of<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len())]
     }
 
-    /// True with probability 1 / `bound`.
+    /// Returns true with probability 1 / `bound`.
     pub fn once_in(&mut self, bound: usize) -> bool {
         self.below(bound) == 0
     }
@@ -198,7 +198,7 @@ impl Dice {
         }
     }
 
-    /// A recipe with some keys changed, or with one format in all GEMMs, and with overrides for a model's layers.
+    /// Creates a recipe with some keys changed, or with one format in all GEMMs, and with overrides for a model's layers.
     pub fn recipe(&mut self, layers: &[Layer]) -> String {
         let names: Vec<&str> = Recipe::all_names().collect();
         let mut text = "description = \"random\"\n".to_owned();

@@ -29,16 +29,16 @@ impl MoeShape {
     pub const QWEN3_30B: MoeShape = MoeShape { name: "qwen3-30b", d: 2048, f: 768, experts: 128, top_k: 8 };
     /// Llama 4 Scout.
     pub const SCOUT: MoeShape = MoeShape { name: "llama4-scout", d: 5120, f: 8192, experts: 16, top_k: 1 };
-    /// A layer of many small experts, for which grouped GEMM figures are published. The layer belongs to no particular model.
+    /// A layer of many small experts, for which others have published figures of grouped GEMMs. The layer belongs to no particular model.
     pub const EXPERTS_128: MoeShape =
         MoeShape { name: "128-experts", d: 4096, f: 1024, experts: 128, top_k: 8 };
 
     /// The shapes of real models.
     pub const ALL: [MoeShape; 4] = [Self::DEEPSEEK_V3, Self::DEEPSEEK_V2, Self::QWEN3_30B, Self::SCOUT];
 
-    /// Sizes divided by `divisor` and rounded up to MX blocks of 32, with at most `max_experts` experts.
+    /// The same shape with all sizes divided by `divisor` and rounded up to MX blocks of 32, with at most `max_experts` experts.
     ///
-    /// Divided by 16, the sizes of V2 (320 and 96) and Qwen3 (128 and 64) include sizes that end within a block of 128.
+    /// Divided by 16, the sizes of V2 (320 and 96) and of Qwen3 (128 and 64) include sizes that end in the middle of a block of 128.
     pub fn scaled(self, divisor: usize, max_experts: usize) -> Self {
         let shrink = |n: usize| round_up(n / divisor.max(1), 32);
         let experts = self.experts.min(max_experts);
@@ -46,8 +46,8 @@ impl MoeShape {
     }
 }
 
-/// Widths of real models and of their experts' GEMMs, for tests with few rows. These widths give several segments, strips and tiles of a
-/// kernel side by side.
+/// Widths of real models and of their experts' GEMMs, for tests with few rows. With these widths, a kernel has several segments, strips and
+/// tiles side by side.
 pub const WIDTHS: [usize; 4] = [7168, 5120, 4096, 2048];
 
 /// How rows are distributed over groups.
@@ -124,21 +124,21 @@ impl Spread {
 /// Ragged rows in host memory: the contents of a device's [`Groups`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RaggedRows {
-    /// First row of each group, followed by the end of the last group's padding.
+    /// Index of the first row of each group, followed by the end of the last group's padding.
     pub start: Vec<i32>,
     /// Number of valid rows of each group.
     pub len: Vec<i32>,
     /// The id (token · k + slot) of each row; −1 for padding.
     pub row_id: Vec<i32>,
-    /// The alignment: every start is a multiple of this number.
+    /// The alignment of groups: the first row of every group is a multiple of this number.
     pub align: usize,
-    /// Number of rows in the buffers.
+    /// Number of rows in the buffers, including padding.
     pub capacity: usize,
 }
 
 impl RaggedRows {
-    /// Groups of these lengths, with the largest capacity that this number of rows could need. So there is padding between groups and after
-    /// the last group.
+    /// Groups of these lengths, with the largest capacity that this number of rows could need in any division. So there are padding rows
+    /// between groups and after the last group.
     pub fn new(lengths: &[usize], align: usize) -> Self {
         let rows: usize = lengths.iter().sum();
         let capacity = round_up(rows + lengths.len() * (align - 1), align);
@@ -161,13 +161,13 @@ impl RaggedRows {
         Self::new(&spread.lengths(groups, rows), align)
     }
 
-    /// Removes the padding after the last group.
+    /// Removes the padding rows after the last group.
     pub fn trim(&mut self) {
         self.capacity = self.start.last().map_or(0, |&end| end as usize);
         self.row_id.truncate(self.capacity);
     }
 
-    /// Adds padding rows up to the capacity.
+    /// Appends padding rows until a matrix has as many rows as the capacity.
     pub fn pad_to(&mut self, capacity: usize) {
         self.capacity = self.capacity.max(capacity);
         self.row_id.resize(self.capacity, -1);
@@ -178,7 +178,7 @@ impl RaggedRows {
         self.len.len()
     }
 
-    /// For each row, whether it belongs to a group (is not padding).
+    /// For each row, whether the row belongs to a group, as opposed to being padding.
     pub fn is_valid(&self) -> Vec<bool> {
         let mut valid = vec![false; self.capacity];
         for (&start, &len) in self.start.iter().zip(&self.len) {
@@ -199,7 +199,7 @@ impl RaggedRows {
     /// Uploads the groups.
     ///
     /// # Errors
-    /// The error of the backend.
+    /// Returns the error of the backend.
     pub fn upload<B: Backend>(&self, b: &B) -> Result<Groups<B>> {
         Ok(Groups {
             start: b.upload(&self.start)?,
@@ -213,8 +213,8 @@ impl RaggedRows {
     }
 }
 
-/// The experts of `tokens · top_k` slots, distributed by `spread`, in pseudo-random order; a token may have the same expert twice. The
-/// remaining slots are −1 (an expert of another rank).
+/// Creates the experts of `tokens · top_k` slots, distributed by `spread`, in pseudo-random order; a token may have the same expert twice.
+/// The remaining slots have the value −1, which stands for an expert of another rank.
 pub fn slots(spread: Spread, experts: usize, tokens: usize, top_k: usize) -> Vec<i32> {
     let total = tokens * top_k;
     let mut slots = Vec::with_capacity(total);

@@ -5,10 +5,10 @@ use safetensors::{Dtype, SafeTensors};
 use std::path::{Path, PathBuf};
 
 /// The folder of real texts and of golden vectors from public implementations: `$NIBBLE_TESTDATA`, or `testdata/` at the root of the
-/// repository if the variable is not set. `None` if the folder does not exist.
+/// repository if the variable is not set. The result is `None` if the folder does not exist.
 ///
 /// # Panics
-/// If the variable is set but does not name a folder, because its tests were then explicitly requested.
+/// Panics if the variable is set but does not name a folder, because the tests that need the folder were then explicitly requested.
 pub fn testdata() -> Option<PathBuf> {
     match std::env::var_os("NIBBLE_TESTDATA") {
         Some(path) => {
@@ -23,7 +23,7 @@ pub fn testdata() -> Option<PathBuf> {
     }
 }
 
-/// Reports that a test, or a part of one, did not run.
+/// Prints that a test, or a part of a test, was not run.
 pub fn skip(what: &str) {
     println!("skipped: {what}");
 }
@@ -36,11 +36,12 @@ pub struct Vectors {
 }
 
 impl Vectors {
-    /// The golden vectors of this name, and the file's path: `vectors/NAME.safetensors` in [`testdata()`], produced by public
-    /// implementations. Without that folder, the function opens the repository's small vectors and prints a skip message.
+    /// Opens the golden vectors of this name, which public implementations produced, and returns them with the file's path,
+    /// `vectors/NAME.safetensors` in [`testdata()`]. Without the folder [`testdata()`], the function opens the repository's small vectors
+    /// and prints a skip message.
     ///
     /// # Panics
-    /// If the folder lacks this file.
+    /// Panics if the folder exists but lacks this file.
     pub fn open(name: &str) -> (Self, PathBuf) {
         let folder = testdata().map(|root| root.join("vectors")).unwrap_or_else(|| {
             skip(&format!("golden vectors {name} of public implementations (NIBBLE_TESTDATA is not set)"));
@@ -53,7 +54,7 @@ impl Vectors {
     /// Opens any safetensors file.
     ///
     /// # Panics
-    /// If the file cannot be read, or is not a safetensors file.
+    /// Panics if the file cannot be read, or is not a safetensors file.
     pub fn read(path: &Path) -> Self {
         let name = path.display().to_string();
         let bytes = std::fs::read(path).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -98,7 +99,7 @@ impl Vectors {
     /// A tensor's shape.
     ///
     /// # Panics
-    /// If no tensor has this name. The functions below also panic in this case, and if the tensor has another type.
+    /// Panics if no tensor has this name. The following functions also panic in this case, and if the tensor has another type.
     pub fn shape(&self, tensor: &str) -> Vec<usize> {
         self.with(tensor, |_, shape, _| shape.to_vec())
     }
@@ -109,7 +110,7 @@ impl Vectors {
         shape.try_into().unwrap_or_else(|s| panic!("{}: {tensor} is {s:?}, expected a matrix", self.name))
     }
 
-    /// The bytes of a tensor of unsigned or signed bytes.
+    /// The bytes of a tensor whose elements are unsigned or signed bytes.
     pub fn u8s(&self, tensor: &str) -> Vec<u8> {
         self.typed(tensor, &[Dtype::U8, Dtype::I8])
     }
@@ -119,7 +120,7 @@ impl Vectors {
         self.typed(tensor, &[Dtype::BF16])
     }
 
-    /// The values of a tensor of F32 or BF16, as F32.
+    /// The values of an F32 or BF16 tensor, converted to F32.
     pub fn f32s(&self, tensor: &str) -> Vec<f32> {
         match self.with(tensor, |dtype, _, _| dtype) {
             Dtype::BF16 => self.bf16s(tensor).into_iter().map(bf16::to_f32).collect(),

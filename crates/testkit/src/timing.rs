@@ -3,16 +3,16 @@
 use std::fmt;
 use std::time::Instant;
 
-/// The times of two pieces of code that ran alternately.
+/// The times of two pieces of code, A and B, that were run alternately.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Paired {
     /// Median time of A, in microseconds.
     pub a_us: f64,
     /// Median time of B, in microseconds.
     pub b_us: f64,
-    /// Median over rounds of (time of A / time of B). If the ratio is above 1, B is faster.
+    /// Median over the rounds of the ratio (time of A) / (time of B). If the ratio is above 1, B is faster.
     pub ratio: f64,
-    /// Half the interquartile range of these ratios, relative to their median.
+    /// Half the interquartile range of these ratios, relative to the median ratio.
     pub spread: f64,
 }
 

@@ -12,26 +12,26 @@ use crate::recorder::Recorder;
 use nibble_core::Backend;
 use std::sync::Arc;
 
-/// Whether at least one case of an operation's conformance test allows a relative error.
+/// Whether at least one case of an operation's conformance test permits a relative error.
 pub fn owes_an_error<A: Backend, B: Backend>(test: fn(&Pair<A, B>), a: &A, b: &B) -> bool {
     let trial = Arc::new(CaseTrial::default());
     test(&Pair::tried(a.clone(), b.clone(), trial.clone()));
     trial.owes_an_error()
 }
 
-/// The number of defects tried in an operation's conformance test, and the defects that no case noticed.
+/// The number of defects that were injected into an operation, and the defects that its conformance test did not notice.
 #[derive(Debug)]
 pub struct Verdict {
-    /// How many defects were tried.
+    /// Number of defects that were injected.
     pub tried: usize,
-    /// Defects that were not noticed.
+    /// The defects that the conformance test did not notice.
     pub missed: Vec<String>,
 }
 
-/// Tries the conformance test of `op` on a backend with each of the backend's defects.
+/// Runs the conformance test of `op` on a backend once for each of the backend's defects.
 ///
 /// # Panics
-/// If the test fails on the backend without a defect.
+/// Panics if the test fails on the backend without any defect.
 pub fn missed<A: Backend, B: Backend>(
     op: &'static str,
     test: fn(&Pair<A, Recorder<B>>),

@@ -3,28 +3,28 @@
 use nibble_core::ops::Windows;
 use nibble_core::{Backend, Result};
 
-/// The documents, windows and chunks that hide keys from queries.
+/// What hides keys from queries in a test: documents, sliding windows and chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hiding {
-    /// Lengths of documents, repeated in order through all sequences. A document ends with its sequence. If the list is empty, each
-    /// sequence is one document.
+    /// Lengths of documents, repeated in order through all sequences. A document ends at the latest with its sequence. If the list is
+    /// empty, each sequence is one document.
     pub documents: &'static [usize],
-    /// The sliding window, as in [`FindWindows`](nibble_core::ops::FindWindows).
+    /// The sliding window, with the meaning that [`FindWindows`](nibble_core::ops::FindWindows) defines.
     pub window: Option<usize>,
 }
 
 impl Hiding {
-    /// The masks of documents, without a sliding window.
+    /// Hides keys by documents, without a sliding window.
     pub const fn documents(documents: &'static [usize]) -> Self {
         Self { documents, window: None }
     }
 
-    /// The mask of a sliding window, without documents.
+    /// Hides keys by a sliding window, without documents.
     pub const fn window(window: usize) -> Self {
         Self { documents: &[], window: Some(window) }
     }
 
-    /// The number of each token's document. These numbers are not consecutive.
+    /// For each token, the number of its document. The numbers of successive documents are not consecutive.
     pub fn numbers(&self, sequences: usize, seq_len: usize) -> Vec<i32> {
         let (mut numbers, mut number, mut left) = (Vec::new(), -7i32, 0);
         let mut lengths = self.documents.iter().cycle();
@@ -39,7 +39,7 @@ impl Hiding {
         numbers
     }
 
-    /// The values `first_key` and `end_query` of each token.
+    /// The values `first_key` and `end_query` of each token, as [`FindWindows`](nibble_core::ops::FindWindows) computes them.
     pub fn lists(&self, sequences: usize, seq_len: usize) -> [Vec<i32>; 2] {
         let (mut first_key, mut end_query) = (Vec::new(), Vec::new());
         for document in self.numbers(sequences, seq_len).chunks(seq_len) {
@@ -55,10 +55,10 @@ impl Hiding {
         [first_key, end_query]
     }
 
-    /// Uploads the lists of `first_key` and `end_query`.
+    /// Uploads the lists of `first_key` and `end_query` to the device.
     ///
     /// # Errors
-    /// The error of the backend.
+    /// Returns the error of the backend.
     pub fn upload<B: Backend>(&self, b: &B, sequences: usize, seq_len: usize) -> Result<Windows<B>> {
         let [first_key, end_query] = self.lists(sequences, seq_len);
         let most_keys = self.window.unwrap_or(seq_len).min(seq_len);

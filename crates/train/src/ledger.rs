@@ -9,7 +9,7 @@ use nibble_core::formats::Format;
 use nibble_core::{Backend, Operand, Tensor};
 use std::collections::BTreeMap;
 
-/// One buffer saved by one layer.
+/// One buffer that one layer saves for the backward pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     /// The layer's name.
@@ -18,9 +18,9 @@ pub struct Entry {
     pub kind: &'static str,
     /// The format in which the tensor is stored.
     pub format: Format,
-    /// Number of bytes of the elements, or of the codes and scales.
+    /// Number of bytes of the tensor's elements, or of its codes and scales if the tensor is quantized.
     pub bytes: usize,
-    /// Identity of the allocation. Entries that share an allocation have equal ids.
+    /// The id of the buffer's allocation; entries that share an allocation have equal ids.
     pub buffer_id: u64,
 }
 
@@ -43,7 +43,7 @@ impl Ledger {
         self.operand(layer, kind, &Operand::Plain(x.clone()));
     }
 
-    /// Adds a buffer of plain values to the list: indices, row scalars, sums.
+    /// Adds a buffer of plain values (for example indices, row scalars or sums) to the list.
     pub fn words<B: Backend, T: nibble_core::Plain>(
         &mut self,
         layer: &str,
@@ -57,13 +57,13 @@ impl Ledger {
         self.entries.push(Entry { layer: layer.to_owned(), kind, format, bytes, buffer_id });
     }
 
-    /// The entries, with one entry per allocation.
+    /// The entries without duplicates: one entry per allocation.
     pub fn unique(&self) -> Vec<&Entry> {
         let mut seen = std::collections::HashSet::new();
         self.entries.iter().filter(|e| e.bytes > 0 && seen.insert(e.buffer_id)).collect()
     }
 
-    /// Bytes of all allocations, each counted once.
+    /// Total bytes of all allocations; each allocation is counted once.
     pub fn bytes(&self) -> usize {
         self.unique().iter().map(|e| e.bytes).sum()
     }

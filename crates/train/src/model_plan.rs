@@ -15,12 +15,12 @@ use nibble_core::{Error, Result};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// A place in the model where a step counts blocks.
+/// A place in the model where a step counts quantized blocks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PlannedSite {
     /// The site's name in the record.
     pub site: CountSite,
-    /// For a tensor with a delayed scale: the update rule of the tensor's records, and the kind of its spans.
+    /// For a tensor with delayed scales: the rule that updates the scales, and the kind of the tensor's spans (parts with one scale each).
     pub delayed: Option<(DelayedScaling, Spans)>,
 }
 
@@ -54,10 +54,11 @@ impl SiteList {
     }
 }
 
-/// All sites that a run counts, in the order of a step. Sites that appear only with later precisions of the run come last.
+/// All sites at which any step of a run counts blocks, in the order of a step. Sites that appear only after a later change of precision
+/// come last.
 ///
 /// # Errors
-/// The errors of [`sites`]; [`Error::Shape`] if a tensor would have different histories in a run.
+/// Returns the errors of [`sites`], and [`Error::Shape`] if a tensor would have different histories in a run.
 pub fn sites_of_run(config: &Config, plans: &LayerPlans) -> Result<Vec<PlannedSite>> {
     let (spec, steps) = (ModelSpec::new(&config.model), config.train.steps);
     let passes = |layer| passes_of(config, layer);
@@ -75,11 +76,12 @@ fn passes_of(config: &Config, layer: usize) -> Passes {
     Passes::Both { keep_a: !recomputed.contains(&Scope::Swiglu) }
 }
 
-/// The sites that a step counts at a point of a run (step / steps), in order: weights' copies, forward pass, backward pass. `passes` are
-/// those of the experts of each decoder layer.
+/// The sites at which a step counts blocks, at the point `progress` (step / steps) of a run. The sites of the copies of weights come first,
+/// followed by those of the forward pass and of the backward pass. `passes` returns the passes of the experts of a decoder layer.
 ///
 /// # Errors
-/// [`Error::Defect`] if a part of `spec` has the wrong kind for its place; [`Error::Shape`] if a tensor would have different histories.
+/// Returns [`Error::Defect`] if a part of `spec` has the wrong kind for its place, and [`Error::Shape`] if a tensor would have different
+/// histories.
 pub fn sites(
     spec: &ModelSpec,
     plans: &LayerPlans,

@@ -23,18 +23,20 @@ const STDS: [f32; 2] = [0.1; 2];
 pub struct OneLayer<'a> {
     /// The recipe.
     pub recipe: &'a Recipe,
-    /// The layer to run. A gated projection runs together with SwiGLU and the next projection. For a router, nothing runs.
+    /// The layer to run. If the layer is a gated projection, SwiGLU and the next projection are also run. If the layer is a router, nothing
+    /// runs.
     pub layer: &'a Name,
     /// The progress of the run: step / number of steps.
     pub progress: f64,
 }
 
 impl OneLayer<'_> {
-    /// Runs both passes. Before each pass, calls `begin` with the pass, and with the name and buffer id of the pass's input: x, or the
-    /// gradient of the layer's output. The head has only one pass, because it computes its gradients together with its losses.
+    /// Runs both passes. Before each pass, calls `begin` with the pass, with the name of the pass's input (x, or the gradient of the
+    /// layer's output), and with the buffer id of this input. The head has only one pass, because it computes its gradients together with
+    /// its losses.
     ///
     /// # Errors
-    /// Errors of the backend; an error if the backend does not support the recipe.
+    /// Passes on errors of the backend, and returns an error if the backend does not support the recipe.
     pub fn run<B: Kernels>(&self, b: &B, begin: &mut dyn FnMut(Pass, &'static str, u64)) -> Result<()> {
         let Self { recipe, layer, progress } = *self;
         let shards = Shards::new(b, 2, SHARD, 0)?;
@@ -81,7 +83,7 @@ impl OneLayer<'_> {
 pub struct LayerProduct {
     /// The kind of the GEMM: fprop, dgrad or wgrad.
     pub product: Product,
-    /// The op that runs the GEMM.
+    /// The name of the op that runs the GEMM.
     pub op: &'static str,
     /// The description of the GEMM, at the sizes of this small layer.
     pub desc: ProductDesc,
@@ -94,10 +96,10 @@ impl OneLayer<'_> {
         self.recipe.plan(self.layer, self.progress, Passes::TRAINING)
     }
 
-    /// The GEMMs of the layer on a GPU, in the order of a step, without duplicates.
+    /// The distinct GEMMs that the layer runs on a GPU, in the order of a step.
     ///
     /// # Errors
-    /// The errors of [`OneLayer::run`].
+    /// Returns the errors of [`OneLayer::run`].
     pub fn products(&self) -> Result<Vec<LayerProduct>> {
         let (dry, kind) = (Dry::new(DeviceKind::Gpu), self.layer.kind);
         let mut forward = usize::MAX;
@@ -144,9 +146,9 @@ impl LayerProduct {
         (self.product, self.operands()) == (planned.product, planned.operands)
     }
 
-    /// The difference between the observed GEMMs of a layer and its plan, as a sentence. `None` if the observed pairs of operands are
-    /// exactly the planned pairs. Weights with equal plans need one observation. A router needs no observation, because no layer runs the
-    /// router alone.
+    /// Compares the observed GEMMs of a layer with the layer's plan, and describes a difference in a sentence. `None` if the observed pairs
+    /// of operands are exactly the planned pairs. If several weights have equal plans, one observation is enough for these weights. A
+    /// router needs no observation, because no layer runs the router alone.
     #[must_use]
     pub fn difference(seen: &[Self], plan: &LayerPlan) -> Option<String> {
         let products: &[ProductPlan] =

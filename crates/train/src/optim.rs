@@ -25,14 +25,14 @@ use nibble_core::ops::{
 use nibble_core::{DType, Data, Error, Kernels, MeshShape, Result};
 use std::ops::Range;
 
-/// The scalars of a step that the host computes: the learning rate, the bias corrections after `updates` earlier updates, and 1 /
+/// The scalars that the host computes for a step: the learning rate, AdamW's bias corrections after `updates` earlier updates, and 1 /
 /// `counted`. `counted` is the number of targets in the loss, and is at least one.
 pub fn scalars(config: &TrainConfig, lr: f64, updates: u64, counted: u64) -> [f32; Control::FROM_HOST] {
     let bias = |beta: f64| (1.0 / (1.0 - power(beta, updates + 1))) as f32;
     [lr as f32, bias(config.beta1), bias(config.beta2), 1.0 / counted as f32]
 }
 
-/// The optimizer's device buffers, except the buffers of each parameter.
+/// The optimizer's device buffers, except the buffers that each parameter owns.
 #[derive(Debug)]
 pub struct OptimizerState<B: Kernels> {
     /// Sums of squares of this rank's gradients, in canonical order of the parameters: one sum per parameter, or one per expert of a stack.
@@ -77,13 +77,14 @@ impl<B: Kernels> OptimizerState<B> {
 }
 
 /// Reduces all gradients, computes their norm, decides whether the step counts, and writes the step's report. If the step counts, takes one
-/// AdamW step and updates router biases. `table` is this rank's record.
+/// AdamW step and updates router biases. `table` is this rank's table of the step's record.
 ///
-/// A rank has the summed gradients of its own rows, and updates only these rows. The sum of squares of each tensor (or each expert) is
-/// rounded to F32. The rounded sums are added in canonical order, so the norm is the same on every rank and for any number of ranks.
+/// A rank has the summed gradients of the rows that it stores, and updates only these rows. The sum of squares of each gradient tensor (or
+/// of each expert's gradient) is rounded to F32. The rounded sums are added in canonical order, so the norm is the same on every rank and
+/// for any number of ranks.
 ///
 /// # Errors
-/// Errors of the backend and of other ranks. Values that are not finite are no error of this call; the report flags such values.
+/// Passes on errors of the backend and of other ranks. Non-finite values cause no error of this call; the report flags such values instead.
 pub fn step<B: Kernels>(
     cx: &mut Cx<'_, B>,
     params: Vec<&mut Param<B>>,

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The files of a model's folder other than tensors. A run copies these files for its exports.
+/// The files in a model's folder other than the files of tensors. A run copies these files, so that its exports contain them.
 pub const COMPANIONS: [&str; 9] = [
     TOKENIZER_FILE,
     SETTINGS_FILE,
@@ -48,12 +48,12 @@ pub struct Pretrained {
 }
 
 impl Pretrained {
-    /// Reads the description of a folder's model. Tensors are not read, except an output head that `config.json` ties to the embedding. If
-    /// the head and the embedding differ, the model keeps both, as in `transformers`.
+    /// Reads the description of a folder's model. Tensors are not read, with one exception: an output head that `config.json` ties to the
+    /// embedding. If the values of the head and the embedding differ, the model keeps both tensors, as `transformers` does.
     ///
     /// # Errors
-    /// [`Error::Io`] if there is no `config.json`; [`Error::Config`] naming an unsupported value; [`Error::Checkpoint`] for a head that
-    /// cannot be read.
+    /// Returns [`Error::Io`] if there is no `config.json`, [`Error::Config`] naming an unsupported value, and [`Error::Checkpoint`] for a
+    /// head that cannot be read.
     pub fn open(path: &Path) -> Result<Self> {
         let mut json = ConfigJson::open(&path.join(CONFIG))?;
         let (family, mut model) = family::read(&mut json)?;
@@ -87,12 +87,12 @@ impl Pretrained {
     /// The model's tensors, which are read on demand: the tensors of `model.safetensors.index.json`, or of `model.safetensors`.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] for a file that is missing or damaged.
+    /// Returns [`Error::Checkpoint`] for a file that is missing or damaged.
     pub fn tensors(&self) -> Result<Tensors> {
         Tensors::of_folder(&self.path)
     }
 
-    /// The tensors of this model in the folder, and the parameter rows in each tensor.
+    /// The tensors of this model in the folder, each with the parameter rows that the tensor contains.
     #[must_use]
     pub fn named(&self) -> Vec<Named> {
         self.family.tensors(&ModelSpec::new(&self.model))
@@ -108,7 +108,7 @@ impl Pretrained {
     /// The model's tokenizer; `None` if the folder has no tokenizer file.
     ///
     /// # Errors
-    /// The errors of [`tokenizer::open`].
+    /// Returns the errors of [`tokenizer::open`].
     pub fn tokenizer(&self) -> Result<Option<SharedTokenizer>> {
         tokenizer::of_folder(&self.path)
     }
@@ -173,7 +173,8 @@ impl Initial {
     /// Opens a folder with a model, or a run's checkpoint.
     ///
     /// # Errors
-    /// The errors of [`Pretrained::open`]; [`Error::Checkpoint`]; [`Error::Config`] if `path` is neither a model folder nor a checkpoint.
+    /// Returns the errors of [`Pretrained::open`], [`Error::Checkpoint`] for an unreadable checkpoint, and [`Error::Config`] if `path` is
+    /// neither a model folder nor a checkpoint.
     pub fn open(path: &Path) -> Result<Self> {
         if path.join(STATE_FILE).exists() {
             return Ok(Self::Checkpoint(Checkpoint::open_unread(path)?));
@@ -191,7 +192,7 @@ impl Initial {
     /// The initial model's configuration.
     ///
     /// # Errors
-    /// [`Error::Config`] for an invalid stored configuration.
+    /// Returns [`Error::Config`] for an invalid stored configuration.
     pub fn model(&self) -> Result<ModelConfig> {
         match self {
             Self::Folder(folder) => Ok(folder.model.clone()),
@@ -206,7 +207,7 @@ impl Initial {
     /// The initial model's tokenizer; `None` if unknown, as for a run on random tokens.
     ///
     /// # Errors
-    /// The errors of [`tokenizer::open`]; [`Error::Config`] for an invalid stored configuration.
+    /// Returns the errors of [`tokenizer::open`], and [`Error::Config`] for an invalid stored configuration.
     pub fn tokenizer(&self) -> Result<Option<SharedTokenizer>> {
         match self {
             Self::Folder(folder) => folder.tokenizer(),
@@ -227,7 +228,7 @@ const GOES_ON: &str = "a run that started from it resumes without it: nibble tra
 /// The path that a run stores for `train.init_from`. If the path is a run's folder, the newest complete checkpoint is stored.
 ///
 /// # Errors
-/// [`Error::Config`] if a run's folder has no complete checkpoint.
+/// Returns [`Error::Config`] if a run's folder has no complete checkpoint.
 pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
     if path.join(STATE_FILE).exists() || is_folder(path) || !path.is_dir() {
         return Ok(path.to_owned());
@@ -244,7 +245,8 @@ pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
     }
 }
 
-/// The folder of the companion files for `train.init_from`. For a run's checkpoint, this is the folder of the run's copies.
+/// The folder with the companion files for `train.init_from`. If `train.init_from` is a run's checkpoint, this is the folder of the run's
+/// copies.
 #[must_use]
 pub fn companions_of(from: &Path) -> PathBuf {
     match from.parent().and_then(Path::parent).filter(|_| from.join(STATE_FILE).exists()) {
@@ -253,11 +255,11 @@ pub fn companions_of(from: &Path) -> PathBuf {
     }
 }
 
-/// The end-of-text tokens of a folder: `eos_token_id` (an id or a list) of its `generation_config.json`. If there is no such file,
-/// `eos_token_id` of `config.json`.
+/// The ids of the tokens that end a text: `eos_token_id` (an id or a list) in the folder's `generation_config.json`. If there is no such
+/// file, `eos_token_id` of `config.json` contains the ids.
 ///
 /// # Errors
-/// [`Error::Io`]; [`Error::Config`] naming the file, for an invalid value.
+/// Returns [`Error::Io`], and [`Error::Config`] naming the file, for an invalid value.
 pub fn ends_of_texts(dir: &Path) -> Result<Vec<i32>> {
     let Some(file) =
         [GENERATION_FILE, CONFIG].map(|name| dir.join(name)).into_iter().find(|file| file.exists())
@@ -289,7 +291,7 @@ pub(crate) fn generation_of(dir: &Path) -> Result<Value> {
 /// The distinct tokens of `eos_token_id`.
 ///
 /// # Errors
-/// The invalid value.
+/// Returns the invalid value.
 pub(crate) fn ends_of(json: &Value) -> Result<Vec<i32>, String> {
     let all = match &json[ENDS] {
         Value::Null => Vec::new(),
@@ -308,10 +310,10 @@ pub(crate) fn ends_of(json: &Value) -> Result<Vec<i32>, String> {
     Ok(ends)
 }
 
-/// Copies the companion files that exist in a folder.
+/// Copies the companion files that exist in the folder `from` to the folder `to`.
 ///
 /// # Errors
-/// [`Error::Io`].
+/// Returns [`Error::Io`] if a call of the operating system fails.
 pub fn copy_companions(from: &Path, to: &Path) -> Result<()> {
     COMPANIONS
         .into_iter()

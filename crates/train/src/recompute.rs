@@ -38,8 +38,9 @@ use nibble_core::recipe::{Layer, LayerKind, Layers, RunSize};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What a backward pass can recompute. A wider scope includes narrower ones: `layers` includes all scopes but `norms` and `swiglu`,
-/// `experts` includes `expert_input`, and `attention` includes `mla_up`. `experts` and `mlp` include `mlp_up` in their layers.
+/// What a backward pass can recompute. A wider scope includes narrower scopes: `layers` includes all scopes but `norms` and `swiglu`,
+/// `experts` includes `expert_input`, and `attention` includes `mla_up`. In the layers to which they apply, the scopes `experts` and `mlp`
+/// include `mlp_up`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Scope {
     /// Outputs of norms, including rotated queries and keys, and normed latents.
@@ -107,7 +108,7 @@ impl Scope {
         }
     }
 
-    /// Whether the scope exists in a decoder layer.
+    /// Whether a decoder layer computes what this scope recomputes.
     pub fn is_in(self, model: &ModelConfig, layer: usize) -> bool {
         let is_dense = layer < model.num_dense();
         match self {
@@ -119,7 +120,7 @@ impl Scope {
         }
     }
 
-    /// Whether the scope exists in a layer of the model.
+    /// Whether any layer of the model computes what this scope recomputes.
     pub fn is_of(self, model: &ModelConfig) -> bool {
         (0..model.layers).any(|layer| self.is_in(model, layer))
     }
@@ -137,13 +138,13 @@ impl Scope {
 /// A separator between a scope and its layers.
 const IN: char = '@';
 
-/// An entry of `train.recompute`: a scope, in all decoder layers or in some. Written `experts` or `experts@first:8`.
+/// An entry of `train.recompute`: a scope that applies to all decoder layers or to some of them. Written `experts` or `experts@first:8`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Entry {
     /// What is recomputed.
     pub scope: Scope,
-    /// In which decoder layers; `None` means all. A name selects `model.layers.N`.
+    /// The decoder layers to which the scope applies; `None` means all decoder layers. A name selects `model.layers.N`.
     pub layers: Option<Layers>,
 }
 
@@ -235,7 +236,7 @@ impl FromIterator<Entry> for Recompute {
 }
 
 impl Recompute {
-    /// These scopes in all layers.
+    /// The list that applies these scopes to all layers.
     pub fn of(scopes: &[Scope]) -> Self {
         scopes.iter().map(|scope| Entry::from(*scope)).collect()
     }
@@ -245,12 +246,12 @@ impl Recompute {
         &self.0
     }
 
-    /// Whether an entry selects layers.
+    /// Whether any entry applies only to selected layers.
     pub fn is_by_layer(&self) -> bool {
         self.0.iter().any(|entry| entry.layers.is_some())
     }
 
-    /// The entries of both lists, in canonical order: without duplicates, and without entries that a scope in all layers includes.
+    /// The entries of both lists in canonical order, without duplicates and without entries that a scope in all layers already includes.
     pub fn with(&self, more: &[Scope]) -> Self {
         let all = [&self.0[..], &Self::of(more).0].concat();
         let is_covered = |entry: &Entry| {
@@ -268,7 +269,7 @@ impl Recompute {
         Self(normal)
     }
 
-    /// The list in canonical order: see [`Recompute::with`].
+    /// The list in the canonical order that [`Recompute::with`] describes.
     pub fn normal(&self) -> Self {
         self.with(&[])
     }
@@ -278,7 +279,8 @@ impl Recompute {
         self.0.iter().filter(|entry| !scopes.contains(&entry.scope)).cloned().collect()
     }
 
-    /// What is recomputed in a decoder layer: scopes that exist in the layer, without scopes that another scope includes there.
+    /// The scopes that are recomputed in a decoder layer: the scopes that exist in the layer, except those that another scope includes
+    /// there.
     pub fn of_layer(&self, model: &ModelConfig, layer: usize) -> Vec<Scope> {
         let is_dense = layer < model.num_dense();
         let here =
@@ -298,10 +300,10 @@ impl Recompute {
         Scope::ALL.into_iter().filter(|scope| scopes.contains(scope) && !is_covered(scope)).collect()
     }
 
-    /// Why an entry has no meaning in a model; the text names the entry.
+    /// Checks that every entry has a meaning in the model; the error text names an entry that has none.
     ///
     /// # Errors
-    /// The text, if there is such an entry.
+    /// Returns the reason, if there is such an entry.
     pub fn check(&self, model: &ModelConfig) -> Result<(), String> {
         self.0.iter().find_map(|entry| entry.fault(model)).map_or(Ok(()), Err)
     }

@@ -20,7 +20,7 @@ pub struct Schedule {
     pub kind: ScheduleKind,
     /// Peak learning rate.
     pub lr: f64,
-    /// Learning rate of the last step.
+    /// Learning rate of the last step of the run.
     pub min_lr: f64,
     /// Number of steps of the linear warm-up; step `warmup_steps - 1` is the first step at the peak learning rate.
     pub warmup_steps: u64,

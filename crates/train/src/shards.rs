@@ -33,20 +33,21 @@ use crate::config::{Balance, ModelConfig};
 use nibble_core::ops::{FindWindows, Windows};
 use nibble_core::{Error, Groups, Kernels, MeshShape, Result};
 
-/// This rank's tokens of a micro-batch, in shards.
+/// This rank's tokens of a micro-batch, divided into shards.
 #[derive(Debug, Clone)]
 pub struct Shards<B: Kernels> {
     /// Number of shards on this rank.
     pub local: usize,
     /// Number of sequences on this rank, which all have the same length.
     pub sequences: usize,
-    /// The shards as ragged groups. Weight gradients of dense layers contract over these groups.
+    /// The shards as groups of rows of different lengths. The wgrad GEMMs of dense layers contract over the rows of each of these groups.
     pub groups: Groups<B>,
-    /// How the rows of experts are divided.
+    /// How the rows of each expert are divided into parts.
     pub expert_parts: ExpertParts,
 }
 
-/// The parts of a micro-batch, over all ranks. A tree sums an expert's weight gradient over the parts.
+/// The parts into which a micro-batch is divided, over all ranks. An expert's weight gradient is computed for each part, and a tree sums
+/// the results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertParts {
     /// Number of parts of this rank's replica of the experts.
@@ -56,7 +57,7 @@ pub struct ExpertParts {
 }
 
 impl ExpertParts {
-    /// The parts of micro-batches that have `tokens` tokens over all ranks and `parts` parts. `dp` replicas share the parts equally.
+    /// Describes micro-batches that have `tokens` tokens and `parts` parts over all ranks. `dp` replicas share the parts equally.
     pub fn of(tokens: usize, parts: usize, dp: usize) -> Self {
         Self { local: parts / dp.max(1), tokens: tokens / parts.max(1) }
     }
@@ -64,10 +65,10 @@ impl ExpertParts {
 
 impl<B: Kernels> Shards<B> {
     /// Creates `local` shards of `rows_each` tokens on this rank, with one sequence per shard. Every rank has the same number of shards.
-    /// `run` is the number of this block of `local · rows_each` tokens within a step: micro-batch · ranks + rank.
+    /// `run` is the index of this block of `local · rows_each` tokens within a step: micro-batch · ranks + rank.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Device`] from the backend.
+    /// Returns [`nibble_core::Error::Device`] from the backend.
     pub fn new(b: &B, local: usize, rows_each: usize, run: usize) -> Result<Self> {
         let align = if rows_each.is_multiple_of(128) { 128 } else { 1 };
         let tokens = local * rows_each;
@@ -75,12 +76,12 @@ impl<B: Kernels> Shards<B> {
         Ok(Self { local, sequences: local, groups, expert_parts: ExpertParts { local: 1, tokens } })
     }
 
-    /// These shards with the given parts of experts' rows.
+    /// The same shards, with the rows of experts divided into the given parts.
     pub fn with_expert_parts(self, expert_parts: ExpertParts) -> Self {
         Self { expert_parts, ..self }
     }
 
-    /// These shards with their tokens in sequences of this length.
+    /// The same shards, with their tokens divided into sequences of this length.
     pub fn with_sequences_of(self, seq_len: usize) -> Self {
         let sequences = self.tokens() / seq_len.max(1);
         Self { sequences, ..self }
@@ -98,11 +99,10 @@ impl<B: Kernels> Shards<B> {
     }
 }
 
-/// The keys to which the queries of a batch attend in a model's layers, in addition to the causal mask: the masks of documents
-/// (`data.document_mask`) and of sliding windows.
+/// The masks that apply to a batch in addition to the causal mask: the masks of documents (`data.document_mask`) and of sliding windows.
 #[derive(Debug, Clone)]
 pub struct Sight<B: Kernels> {
-    /// With document masking: for each token, the index within its sequence at which its document begins.
+    /// With document masking, the index within its sequence at which each token's document begins.
     pub starts: Option<B::Buf<i32>>,
     /// In layers without a sliding window; `None` if documents are not kept apart, or no layer needs it.
     full: Option<Windows<B>>,
@@ -123,7 +123,7 @@ impl<B: Kernels> Sight<B> {
     /// the model has such layers.
     ///
     /// # Errors
-    /// Errors of the backend; an error if the tokens are not whole sequences.
+    /// Passes on errors of the backend, and returns an error if the tokens are not whole sequences.
     pub fn find(
         b: &B,
         model: &ModelConfig,
@@ -144,11 +144,11 @@ impl<B: Kernels> Sight<B> {
         Ok(Self { starts: starts.cloned(), full, sliding })
     }
 
-    /// The windows of a layer with this sliding window (or without one), in sequences of `seq_len` tokens. `None` if every query
-    /// attends to all keys of its sequence up to its own.
+    /// The windows of a layer with this sliding window (or without one), in sequences of `seq_len` tokens. `None` if every query attends to
+    /// all keys of its sequence up to the query's own position.
     ///
     /// # Errors
-    /// An error if the layer has a window that hides keys, but no such windows were computed.
+    /// Returns an error if the layer has a window that hides keys, but no such windows were computed.
     pub fn windows(&self, window: Option<usize>, seq_len: usize) -> Result<Option<&Windows<B>>> {
         match (window, &self.sliding) {
             (Some(window), Some(sliding)) if window < seq_len => Ok(Some(sliding)),
@@ -160,7 +160,7 @@ impl<B: Kernels> Sight<B> {
     }
 }
 
-/// The kind of a tensor's spans. The kind decides which of the spans a rank has.
+/// How a tensor is divided into spans, each of which has one delayed scale. The kind of division determines which of the spans a rank has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Spans {
     /// Dense weight: one span, which is the same on every rank.

@@ -12,13 +12,14 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 
-/// The spikes of a run, in the run's folder: a JSON object a line. Lines are only ever added.
+/// The file in the run's folder that records the loss spikes of a run, one JSON object per line. Lines are only ever appended to this file.
 pub const SPIKES_FILE: &str = "spikes.jsonl";
 
-/// Running means of a value and of its distance from its mean. The mean follows a falling loss with a lag of about twenty steps.
+/// Running means of a value, and of the value's distance from its running mean. The mean follows a falling loss with a lag of about twenty
+/// steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Usual {
-    /// Number of values so far.
+    /// Number of values that have been added so far.
     pub samples: u64,
     /// Running mean.
     pub mean: f64,
@@ -30,10 +31,10 @@ impl Usual {
     /// Weight of a new value in the running means.
     const WEIGHT: f64 = 0.05;
 
-    /// From this number of values on, the means are judged by.
+    /// Number of values after which the running means are reliable enough to judge another value.
     pub const SETTLED: u64 = 50;
 
-    /// Whether there have been enough values to judge another one.
+    /// Whether enough values have been added to judge another value.
     #[must_use]
     pub fn is_settled(&self) -> bool {
         self.samples >= Self::SETTLED
@@ -50,47 +51,47 @@ impl Usual {
         self.samples += 1;
     }
 
-    /// The loss above which a loss is a spike: 8 mean distances and 0.2 nats above the mean.
+    /// The limit above which a loss is a spike: the running mean plus the larger of 8 mean distances and 0.2 nats.
     #[must_use]
     pub fn limit(&self) -> f64 {
         self.mean + (8.0 * self.distance).max(0.2)
     }
 }
 
-/// The record of a step whose loss or gradient is out of order.
+/// The record of a step whose loss or gradient is abnormal.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Spike {
-    /// The step, counted from 1 as in the metrics.
+    /// Number of the step, counted from 1 as in the metrics file.
     pub step: u64,
-    /// The step's loss in nats. Absent if it is not known or not finite.
+    /// The step's loss in nats. Absent if the loss is unknown or not finite.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub loss: Option<f64>,
     /// What was not finite: the tensor and the layer. Absent for a loss that is only large.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub non_finite: Option<String>,
-    /// Norm of the gradient before clipping. Absent if it is not known or not finite.
+    /// Norm of the gradient before clipping. Absent if the norm is unknown or not finite.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub grad_norm: Option<f64>,
     /// Running mean of the loss before the step ([`Usual::mean`]). Absent before the first step.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub usual_loss: Option<f64>,
-    /// The loss above which a loss is a spike ([`Usual::limit`]). Absent before the means are settled.
+    /// The loss above which a loss is a spike ([`Usual::limit`]). Absent until enough values have been added ([`Usual::is_settled`]).
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub limit: Option<f64>,
-    /// Position in the data of the batch's first sequence, and number of sequences.
+    /// Position of the batch's first sequence in the data, and number of sequences in the batch.
     pub sequences: [u64; 2],
     /// SHA-256 of the batch of all ranks.
     pub batch_sha256: String,
-    /// `cpu` or `gpu`: their products differ in the last bits.
+    /// `cpu` or `gpu`; the products of the two devices differ in the last bits.
     pub device: String,
 }
 
 impl Spike {
-    /// Adds the record to a run's file. It has reached the system when this returns. A record that the file has already, from an earlier
-    /// process of the run, is not added again.
+    /// Appends the record to the run's file of spikes. When this function returns, the operating system has received the record. A record
+    /// that an earlier process of the run has already written is not added again.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// Returns [`Error::Io`] if a call of the operating system fails.
     pub fn record(&self, run_dir: &Path) -> Result<()> {
         let (path, bytes) = (run_dir.join(SPIKES_FILE), bytes_of(run_dir)?);
         if records(&bytes).any(|earlier| earlier == *self) {
@@ -106,11 +107,11 @@ impl Spike {
     }
 }
 
-/// The records of a run, in the order in which they were written. Lines that are no records, such as one that was cut short by a kill, are left
-/// out. Empty if there is no file.
+/// The records of a run, in the order in which they were written. Lines that are not valid records, such as a line that was cut short when
+/// a process was killed, are skipped. The list is empty if there is no file.
 ///
 /// # Errors
-/// [`Error::Io`].
+/// Returns [`Error::Io`] if a call of the operating system fails.
 pub fn read_spikes(run_dir: &Path) -> Result<Vec<Spike>> {
     Ok(records(&bytes_of(run_dir)?).collect())
 }
@@ -128,8 +129,8 @@ fn records(bytes: &[u8]) -> impl Iterator<Item = Spike> {
     bytes.split(|&byte| byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok())
 }
 
-/// Of the steps of checkpoints, in rising order, those from which the newest `spikes` recorded spikes are repeated: for each spike the newest
-/// checkpoint before it.
+/// Selects the checkpoints from which the newest `spikes` recorded spikes can be repeated: for each spike, the newest checkpoint before the
+/// spike. `checkpoints` contains the steps of all checkpoints in rising order.
 #[must_use]
 pub fn checkpoints_before(recorded: &[Spike], spikes: usize, checkpoints: &[u64]) -> Vec<u64> {
     let mut steps: Vec<u64> = recorded.iter().map(|spike| spike.step).collect();

@@ -15,7 +15,7 @@ impl Routing {
     /// All distributions.
     pub const ALL: [Self; 2] = [Self::Balanced, Self::Zipf];
 
-    /// The name in tables and files.
+    /// The routing's name in tables and files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Balanced => "balanced",
@@ -30,10 +30,10 @@ impl Routing {
         }
     }
 
-    /// The experts of each (token, slot): `[tokens · top_k]`. A token's experts are distinct.
+    /// Samples the experts of each (token, slot): `[tokens · top_k]`. A token's experts are distinct.
     ///
     /// # Panics
-    /// If there are fewer experts than `top_k`.
+    /// Panics if there are fewer experts than `top_k`.
     pub fn draw(self, tokens: usize, top_k: usize, experts: usize) -> Vec<i32> {
         assert!(top_k <= experts, "top {top_k} of {experts} experts");
         let stream = Stream::new(1, Purpose::Data, self as u32, 0);

@@ -9,12 +9,12 @@ use nibble_cpu::Cpu;
 use nibble_formats::{Purpose, Stream};
 use serde_json::{Value, json};
 
-/// Numbers of rows per token that are measured.
+/// The numbers of rows per token for which the errors are measured.
 pub const TOP_KS: [usize; 3] = [2, 4, 8];
 /// Number of tokens whose rows are summed.
 const TOKENS: usize = 32;
 
-/// Relative L2 errors of BF16 sums, against F64 sums of the same rows.
+/// Relative L2 errors of BF16 sums, compared with F64 sums of the same rows.
 #[derive(Debug, Clone, Copy)]
 pub struct Errors {
     pub top_k: usize,
@@ -38,7 +38,7 @@ impl Errors {
         Ok(Self { top_k, slots: error(in_order)?, tree: error(up_a_tree)? })
     }
 
-    /// The error of the tree divided by the error of the sum over slots.
+    /// The error of summing in a tree divided by the error of summing slot by slot.
     pub fn ratio(&self) -> f64 {
         self.tree / self.slots
     }

@@ -6,7 +6,7 @@ use nibble_command::say;
 use nibble_train::moe::{Combine, ExchangeBytes, SlotCounts};
 use serde_json::{Value, json};
 
-/// Traffic of a sampled routing on a number of ranks.
+/// The traffic that a sampled routing causes on a number of ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct Traffic {
     routing: Routing,

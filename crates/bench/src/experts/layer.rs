@@ -22,7 +22,7 @@ const EXPERTS: &str = "mlp.experts";
 pub struct LayerShape {
     pub name: &'static str,
     pub experts: usize,
-    /// Number of selected experts per token; 0 stands for the experts alone, on sorted rows.
+    /// Number of selected experts per token; 0 means that only the experts run, on rows that are already sorted.
     pub top_k: usize,
     /// Number of tokens, or of rows if there is no router.
     pub tokens: usize,
@@ -57,9 +57,9 @@ impl LayerShape {
 /// Bytes that a forward pass saves for the backward pass.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Kept {
-    /// Bytes listed in the ledger: all saved buffers, including the caller's.
+    /// Bytes listed in the ledger: all saved buffers, including buffers that the caller owns.
     pub listed: usize,
-    /// Bytes counted by the allocator: live bytes that the forward pass adds, without its output.
+    /// Live bytes that the forward pass adds according to the allocator, without its output.
     pub live: usize,
 }
 
@@ -79,14 +79,15 @@ enum Timed<B: Kernels> {
     },
 }
 
-/// A layer with a recipe.
+/// A layer whose precisions follow a recipe.
 pub struct Layer<'a, B: Kernels> {
     cx: Cx<'a, B>,
     timed: Timed<B>,
 }
 
 impl<'a, B: Kernels> Layer<'a, B> {
-    /// A layer with random weights and their per-step copies. With `remake_x`, the backward pass recomputes the rows of a whole layer.
+    /// Creates a layer with random weights, and the copies of the weights that a step needs. With `remake_x`, the backward pass of a whole
+    /// layer recomputes the experts' input rows.
     pub fn new(b: &'a B, recipe: &'a Recipe, shape: LayerShape, remake_x: bool) -> Result<Self> {
         // Four is the default number of shards of a run.
         let shards = Shards::new(b, 4, shape.tokens / 4, 0)?;
@@ -175,7 +176,7 @@ fn uneven<B: Backend>(b: &B, shape: LayerShape) -> Result<Routing<B>> {
     chosen(b, &expert, &weight)
 }
 
-/// A routing with these experts and gate weights, one per slot, without the inputs of the router's losses.
+/// Creates a routing with these experts and gate weights, one per slot; the inputs of the router's losses are missing.
 pub fn chosen<B: Backend>(b: &B, expert: &[i32], weight: &[f32]) -> Result<Routing<B>> {
     Ok(Routing {
         expert: b.upload(expert)?,

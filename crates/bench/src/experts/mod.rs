@@ -18,7 +18,7 @@ use nibble_cuda::{Cuda, OpTime};
 use nibble_testkit::shapes::MoeShape;
 use serde_json::{Value, json};
 
-/// The recipes; the first is the baseline.
+/// The names of the timed recipes; the first recipe is the baseline.
 pub const RECIPES: [&str; 4] = ["bf16", "fp8-block", "fp8-flow", MXFP4];
 /// The recipe whose fused conversions are measured.
 const MXFP4: &str = "mxfp4-hopper";
@@ -29,7 +29,8 @@ const V3: MoeShape = MoeShape::DEEPSEEK_V3;
 const MANY: MoeShape = MoeShape::EXPERTS_128;
 const QWEN: MoeShape = MoeShape::QWEN3_30B;
 
-/// DeepSeek-V3's experts on one rank of an expert-parallel run, the experts of a whole layer, and two whole layers on one GPU.
+/// The timed layers: DeepSeek-V3's experts on one rank of an expert-parallel run, the experts of a whole layer, and two whole layers on one
+/// GPU.
 pub const SHAPES: [LayerShape; 4] = [
     LayerShape {
         name: "DeepSeek-V3, 8 experts",
@@ -68,25 +69,25 @@ pub const SHAPES: [LayerShape; 4] = [
 /// Number of passes that are profiled by operation.
 const PROFILES: usize = 7;
 
-/// One layer with one recipe.
+/// The measurement of one layer with one recipe.
 #[derive(Debug, Clone)]
 pub struct Measured {
     pub shape: LayerShape,
     pub recipe: &'static str,
-    /// The figures, or the reason why there are none.
+    /// The measured times and bytes, or the reason why there are none.
     pub figures: Result<Figures, String>,
 }
 
-/// Times in milliseconds, and bytes.
+/// The measured times of a layer in milliseconds, and its numbers of bytes.
 #[derive(Debug, Clone)]
 pub struct Figures {
     pub burst_ms: f64,
-    /// The sustained time; `None` with `--quick`.
+    /// The time in a sustained run (a long run on a warm GPU); `None` with `--quick`.
     pub sustained: Option<Sustained>,
     /// Sustained time of the recorded CUDA graph.
     pub graph: Option<Sustained>,
     pub kept: Kept,
-    /// Milliseconds by operation, summed over its calls.
+    /// For each operation, the milliseconds of all its calls together.
     pub ops: Vec<(&'static str, f64)>,
 }
 
@@ -187,7 +188,7 @@ fn as_graph(bench: &Bench, layer: &mut Layer<'_, Cuda>) -> CoreResult<Sustained>
     bench.stopwatch.sustained(|| cuda.replay(&recording))
 }
 
-/// Medians of each call's times, summed by operation, in the order of the first calls.
+/// The median time of each call, summed by operation; operations are in the order of their first calls.
 pub fn by_op(runs: &[Vec<OpTime>]) -> Vec<(&'static str, f64)> {
     let mut sums: Vec<(&'static str, f64)> = Vec::new();
     for (i, first) in runs.first().into_iter().flatten().enumerate() {

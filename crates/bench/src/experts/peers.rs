@@ -12,7 +12,7 @@ pub struct Peer {
     /// Median time of the sustained windows, in milliseconds.
     pub sustained_ms: Option<f64>,
     pub burst_ms: f64,
-    /// Memory that a forward pass adds, in MiB, without its output.
+    /// Memory in MiB that a forward pass adds, without its output.
     pub kept_mib: f64,
 }
 
@@ -31,7 +31,7 @@ const MANY: &str = "128 experts, sorted rows";
 const LAYER: &str = "128 experts, top-8";
 const QWEN: &str = "Qwen3-30B, top-8";
 
-/// The projects; the name of a layer starts with its project's name.
+/// The compared projects; the name of a layer in [`PEERS`] starts with the name of its project.
 pub const WHO: [Who; 3] = [
     Who {
         name: "PyTorch",

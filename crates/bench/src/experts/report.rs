@@ -13,7 +13,7 @@ const MIB: f64 = (1 << 20) as f64;
 /// Width of the column with a recipe's or another project's name.
 const NAME: usize = 46;
 
-/// Prints one shape's tables, at most 140 columns wide: the totals with other projects', and the time by operation.
+/// Prints the tables of one layer, at most 140 columns wide: total times, also of other projects, and the time of each operation.
 pub fn table(shape: LayerShape, rows: &[Measured]) {
     let LayerShape { name, experts, tokens, hidden, inner, .. } = shape;
     say!("");
@@ -137,7 +137,7 @@ pub fn peers() -> Value {
     PEERS.iter().map(peer).collect()
 }
 
-/// All figures as JSON, one object per layer and recipe.
+/// All measurements as JSON, one object per layer and recipe.
 pub fn figures(all: &[Measured]) -> Value {
     all.iter().map(figure).collect()
 }

@@ -11,10 +11,10 @@ use nibble_testkit::shapes::RaggedRows;
 /// Alignment of every group's start.
 const ALIGN: usize = 128;
 
-/// A GEMM on prepared operands.
+/// A call that runs a GEMM on prepared operands.
 pub type Call<B> = Box<dyn FnMut(&B) -> Result<()>>;
 
-/// Prepares random operands. The function does not prepare cuBLASLt's GEMMs, which do not use the backend.
+/// Prepares random operands. This function does not prepare GEMMs of cuBLASLt, because these do not use the backend.
 pub fn prepare<B: Kernels>(b: &B, product: &ProductCase) -> Result<Call<B>> {
     let groups = groups(b, &product.load.lengths(product.rows))?;
     if product.pass.is_wgrad() {

@@ -3,7 +3,7 @@
 use super::super::kernels::operands::uneven;
 use nibble_testkit::shapes::{MoeShape, Spread};
 
-/// The pass to which a GEMM belongs.
+/// The pass to which a GEMM belongs: fprop, dgrad or wgrad.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pass {
     /// The fprop GEMM y = x·Wᵀ.
@@ -26,13 +26,13 @@ impl Pass {
         }
     }
 
-    /// Whether the contraction is over the rows of the groups.
+    /// Whether the GEMM sums over the rows of each group.
     pub fn is_wgrad(self) -> bool {
         matches!(self, Self::Wgrad | Self::WgradAdding)
     }
 }
 
-/// Formats of a GEMM's operands.
+/// The formats of a GEMM's two operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operands {
     /// Both operands are BF16.
@@ -83,7 +83,7 @@ impl Operands {
     }
 }
 
-/// Distribution of the rows over the groups.
+/// How the rows are distributed over the groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Load {
     /// All rows are in one group, as in a dense GEMM.
@@ -129,7 +129,7 @@ impl Load {
     }
 }
 
-/// A GEMM of a layer.
+/// A GEMM of a layer, as a row of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductCase {
     pub pass: Pass,
@@ -137,14 +137,14 @@ pub struct ProductCase {
     pub load: Load,
     /// Number of rows of all groups together.
     pub rows: usize,
-    /// Number of columns of the output; in wgrad, number of rows of the gradient.
+    /// Number of columns of the output; for wgrad, number of rows of the weight gradient.
     pub n: usize,
-    /// Length of the contraction; in wgrad, number of columns of the gradient.
+    /// Length of the contraction; for wgrad, number of columns of the weight gradient.
     pub k: usize,
 }
 
 impl ProductCase {
-    /// The text of the table's first columns.
+    /// The text of the first columns of the GEMM's table row.
     pub fn columns(&self) -> [String; 5] {
         let (pass, size) = (self.pass.name().to_owned(), format!("{}x{}", self.n, self.k));
         [pass, size, self.rows.to_string(), self.load.name(), self.operands.name().to_owned()]
@@ -154,7 +154,7 @@ impl ProductCase {
         self.columns().join(" ")
     }
 
-    /// The sizes of the equivalent dense GEMM; in wgrad, of the GEMM of one group of the mean size.
+    /// The sizes of the dense GEMM with the same work; for wgrad, the sizes of the GEMM of one group that has the mean size.
     pub fn dense_sizes(&self) -> [usize; 3] {
         if self.pass.is_wgrad() {
             let groups = self.load.lengths(self.rows).len();
@@ -171,18 +171,18 @@ pub struct Section {
     pub products: Vec<ProductCase>,
 }
 
-/// Number of rows of all groups together, unless the name of a GEMM says otherwise.
+/// Number of rows of all groups together, unless the name of a GEMM states another number.
 pub const ROWS: usize = 32768;
-/// DeepSeek-V3's gate and up projections, and its down projection.
+/// The sizes of DeepSeek-V3's gate and up projections, and of its down projection.
 pub const UP: (usize, usize) = layers(MoeShape::DEEPSEEK_V3)[0];
 pub const DOWN: (usize, usize) = layers(MoeShape::DEEPSEEK_V3)[1];
 
-/// Gate and up projections of a model's experts, and their down projection.
+/// The sizes of the gate and up projections of a model's experts, and of their down projection.
 pub const fn layers(shape: MoeShape) -> [(usize, usize); 2] {
     [(2 * shape.f, shape.d), (shape.d, shape.f)]
 }
 
-/// The sizes of the dgrad GEMM that belongs to an fprop GEMM.
+/// Converts the sizes of an fprop GEMM to the sizes of its dgrad GEMM.
 pub const fn across((n, k): (usize, usize)) -> (usize, usize) {
     (k, n)
 }
@@ -198,7 +198,7 @@ fn each(
     operands.iter().map(|&operands| ProductCase { pass, operands, load, rows, n, k }).collect()
 }
 
-/// The dense GEMMs of which the fastest defines the reference rate of the tensor cores.
+/// The dense GEMMs that measure the reference rate of the tensor cores, which is the rate of the fastest of these GEMMs.
 pub fn ceilings() -> Section {
     use Operands::{Bf16, Fp8, Library, LibraryFp8};
     let dense = |rows, size| each(Pass::Fprop, size, Load::Dense, rows, &[Library, Bf16, LibraryFp8, Fp8]);

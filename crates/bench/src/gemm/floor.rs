@@ -19,15 +19,15 @@ const TILE_CONTRACTION: usize = 128;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Work {
     pub flop: f64,
-    /// Flops if every group's rows are rounded up to whole tiles.
+    /// Number of flops if the rows of every group are rounded up to whole tiles.
     pub tiled_flop: f64,
     pub read: f64,
     pub written: f64,
 }
 
 impl Work {
-    /// The work of a GEMM. Every operand counts once, without padding rows. The weights of empty groups need not be read, and their
-    /// gradients need not be updated.
+    /// Computes the flops and bytes of a GEMM. Every operand counts once, and padding rows do not count. Weights of empty groups do not
+    /// count, because a GEMM need not read these weights and need not update their gradients.
     pub fn of(product: &ProductCase) -> Self {
         let lengths = product.load.lengths(product.rows);
         let tile = if product.pass.is_wgrad() { TILE_CONTRACTION } else { TILE_ROWS };
@@ -55,12 +55,12 @@ impl Work {
         self.flop / (self.read + self.written)
     }
 
-    /// The minimum milliseconds at `dense` flops per second.
+    /// The least possible time in milliseconds, if tensor cores run at `dense` flops per second.
     pub fn floor_ms(&self, dense: f64, rates: Rates) -> f64 {
         (self.flop / dense * 1e3).max(self.memory_ms(rates))
     }
 
-    /// The minimum milliseconds if whole tiles are multiplied.
+    /// The least possible time in milliseconds, if whole tiles of rows are multiplied.
     pub fn tiled_floor_ms(&self, dense: f64, rates: Rates) -> f64 {
         (self.tiled_flop / dense * 1e3).max(self.memory_ms(rates))
     }

@@ -58,11 +58,11 @@ pub struct Args {
     tune: Option<PathBuf>,
 }
 
-/// A GEMM and its times.
+/// A GEMM and its measured times.
 #[derive(Debug, Clone)]
 pub struct Measured {
     pub product: ProductCase,
-    /// The times, or the reason why there are none.
+    /// The measured times, or the reason why there are none.
     pub times: Result<Times, String>,
 }
 
@@ -70,7 +70,7 @@ pub struct Measured {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Times {
     pub burst_ms: f64,
-    /// The sustained time; `None` with `--quick`.
+    /// The time in a sustained run (a long run on a warm GPU); `None` with `--quick`.
     pub sustained: Option<Sustained>,
 }
 
@@ -81,7 +81,7 @@ impl Times {
     }
 }
 
-/// Flops per second of the fastest dense GEMMs.
+/// The flops per second that the fastest dense GEMMs reach, by number type.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Ceilings {
     pub fp8: f64,
@@ -98,7 +98,7 @@ impl Ceilings {
         Self { fp8: best(true), bf16: best(false) }
     }
 
-    /// The rate for the type of a GEMM.
+    /// The flops per second of the fastest dense GEMM that has this GEMM's number type.
     pub fn dense(&self, operands: Operands) -> f64 {
         if operands.is_fp8() { self.fp8 } else { self.bf16 }
     }

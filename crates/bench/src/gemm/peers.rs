@@ -140,7 +140,7 @@ const MEASURED: &[Row] = &[
     fp8(DEEP_GEMM, WgradAdding, (128, 262_144), MANY[1], [716.0, 0.0]),
 ];
 
-/// A project's rates, in TFLOP/s.
+/// The rates that another project reaches, in TFLOP/s.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Reached {
     pub who: Who,
@@ -148,7 +148,7 @@ pub struct Reached {
     pub burst: Option<f64>,
 }
 
-/// Other projects' rates for a GEMM.
+/// The rates that other projects reach for a GEMM.
 pub fn of(product: &ProductCase) -> impl Iterator<Item = Reached> {
     let groups = match product.load {
         Load::Dense => Some(1),
@@ -173,7 +173,7 @@ pub fn of(product: &ProductCase) -> impl Iterator<Item = Reached> {
     })
 }
 
-/// The best of these projects by sustained rate, or by burst rate if there is no sustained rate.
+/// The best of these rates, compared by sustained rate, or by burst rate if there is no sustained rate.
 pub fn best(product: &ProductCase) -> Option<Reached> {
     let rate = |r: &Reached| (r.sustained.unwrap_or(0.0), r.burst.unwrap_or(0.0));
     of(product).max_by(|a, b| rate(a).partial_cmp(&rate(b)).unwrap_or(std::cmp::Ordering::Equal))

@@ -10,7 +10,7 @@ use nibble_command::output::{Mark, Output};
 use nibble_cuda::measure::timing::Rates;
 use plotters::prelude::*;
 
-/// The mark by which a later run recognises the picture as its own output.
+/// The mark in the file by which a later run recognises the picture as its own output.
 pub const MARK: Mark = Mark::Picture("nibble bench gemm");
 
 const SIZE: (u32, u32) = (1100, 640);
@@ -18,10 +18,10 @@ const FP8: RGBColor = RGBColor(70, 120, 190);
 const BF16: RGBColor = RGBColor(230, 150, 40);
 const MXFP4: RGBColor = RGBColor(100, 50, 120);
 
-/// Draws all timed GEMMs: filled circles for ragged rows, and rings for wgrad.
+/// Draws all timed GEMMs: filled circles mark ragged rows, and rings mark wgrad.
 ///
 /// # Errors
-/// If there is nothing to draw, or the file cannot be written.
+/// Returns an error if there is nothing to draw, or the file cannot be written.
 pub fn draw(gpu: &str, all: &[Measured], ceilings: Ceilings, rates: Rates, file: Output) -> Result<()> {
     let mut svg = String::new();
     render(gpu, all, ceilings, rates, &mut svg)

@@ -14,14 +14,14 @@ use serde_json::{Value, json};
 /// Widths of the columns that describe a GEMM.
 const NAME: [usize; 5] = [8, 10, 6, 14, 15];
 
-/// Prints a section's heading. The lines below it, one per GEMM, are at most 144 columns wide.
+/// Prints the heading of a table whose lines, one per GEMM, are at most 144 columns wide.
 pub fn begin(title: &str) {
     say!("");
     say!("{title}");
     say!("{}", heading());
 }
 
-/// Prints the line of a GEMM; `all` holds the GEMMs measured so far.
+/// Prints the table row of a GEMM; `all` holds the GEMMs that were measured before.
 pub fn row(row: &Measured, all: &[Measured], ceilings: Ceilings, rates: Rates) {
     match &row.times {
         Ok(times) => say!("{}", line(row, times, all, ceilings, rates)),
@@ -137,7 +137,7 @@ pub fn legend() {
     }
 }
 
-/// All figures as JSON, one object per GEMM.
+/// All measurements as JSON, one object per GEMM.
 pub fn figures(all: &[Measured], ceilings: Ceilings, rates: Rates) -> Value {
     all.iter().map(|row| figure(row, all, ceilings, rates)).collect()
 }

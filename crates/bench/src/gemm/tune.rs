@@ -27,11 +27,11 @@ struct Found {
     best_ms: f64,
 }
 
-/// The mark by which a later run recognises the file of trials.
+/// The mark in the file by which a later run recognises the file of trials.
 pub const TRIALS: Mark = Mark::Figures("nibble bench gemm --tune");
 
-/// Tries every candidate for every GEMM. For a GEMM that is already in the file, it tries only the candidate stored there. Writes the
-/// results to the file. With `forced`, a file that cannot be used may be replaced.
+/// Tries every candidate kernel for every GEMM. If a GEMM is already in the file of trials, only the candidate that is stored there is
+/// tried. Writes the results to the file of trials. With `forced`, this function may replace a file that it cannot use.
 pub fn run(bench: &Bench, chosen: &[Section], quick: bool, file: Output, forced: bool) -> Result<Value> {
     let gpu = bench.cuda.device().info().name.clone();
     let mut known = match read(&file, &gpu) {

@@ -12,18 +12,18 @@ type Build<B> = Box<dyn Fn(&Operands<B>) -> Result<Case<B>>>;
 
 /// A kernel on prepared operands.
 pub struct Case<B> {
-    /// Bytes that the kernel must move.
+    /// Number of bytes that the kernel must at least read and write.
     pub traffic: Traffic,
-    /// The call of the kernel.
+    /// The function that calls the kernel.
     pub run: Work<B>,
-    /// The equivalent sequence of separate kernels, if there is one.
+    /// The function that runs the equivalent sequence of separate kernels, if there is one.
     pub separate: Option<Work<B>>,
 }
 
 /// A timed kernel.
 pub struct Kernel<B: Kernels> {
     pub name: &'static str,
-    /// The separate kernels with which this kernel is compared, in words; empty if there are none.
+    /// The names of the separate kernels with which this kernel is compared; empty if there are none.
     pub against: &'static str,
     /// The kinds of rows on which the kernel is timed.
     pub rows: TimedRows,
@@ -58,7 +58,7 @@ impl<B: Kernels> Kernel<B> {
         Self { rows: TimedRows::Sorted, ..Self::new(name, "", build) }
     }
 
-    /// Whether the kernel is timed with `groups` groups; 0 stands for dense rows.
+    /// Whether the kernel is timed on rows in `groups` groups; 0 means dense rows, which have no groups.
     pub fn takes(&self, groups: usize) -> bool {
         match self.rows {
             TimedRows::Dense => groups == 0,
@@ -70,7 +70,7 @@ impl<B: Kernels> Kernel<B> {
     /// Prepares the kernel's operands.
     ///
     /// # Errors
-    /// If a kernel that computes an operand is missing.
+    /// Returns an error if a kernel that computes an operand is missing.
     pub fn case(&self, operands: &Operands<B>) -> Result<Case<B>> {
         (self.build)(operands)
     }

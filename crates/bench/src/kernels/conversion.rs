@@ -16,14 +16,14 @@ pub struct Quantization {
     pub to: Block,
     pub planes: Planes,
     pub round: Rounding,
-    /// Whether a random Hadamard transform of the usual length is applied first.
+    /// Whether a random Hadamard transform of the usual length is applied before the quantization.
     pub transformed: bool,
-    /// If set, the result is only for GEMMs of these number types, and is stored as the numbers that they multiply.
+    /// If set, the result can only be read by GEMMs of these number types, and is stored as the numbers that such a GEMM multiplies.
     pub only_for: Option<Numbers>,
 }
 
 impl Quantization {
-    /// A quantization to codes, without a transform.
+    /// A quantization to codes, without a Hadamard transform.
     pub const fn new(to: Block, planes: Planes, round: Rounding) -> Self {
         Self { to, planes, round, transformed: false, only_for: None }
     }
@@ -35,7 +35,8 @@ impl Quantization {
         self.only_for.map_or(Taken::AsIs, |numbers| numbers.takes(stored))
     }
 
-    /// Bytes that the quantization must move. The random bits of ragged rows depend on the row ids, which are also read.
+    /// Number of bytes that the quantization must at least read and write. On ragged rows, the random bits depend on the row ids, so the
+    /// row ids are also read.
     pub fn traffic(&self, x: Extent, from: DType, is_ragged: bool) -> Traffic {
         traffic::quantize(x, from, self.to, (self.planes, self.taken()), self.round.is_random() && is_ragged)
     }
@@ -65,7 +66,7 @@ impl Quantization {
     }
 }
 
-/// A conversion with its source and target format.
+/// A conversion from a source format to a target format.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Conversion {
     /// Quantizes x.
@@ -77,7 +78,7 @@ pub enum Conversion {
 }
 
 impl Conversion {
-    /// The call on these operands; it is ragged if the operands are.
+    /// The function that runs the conversion on these operands; its rows are ragged if the operands are ragged.
     pub fn on<B: Kernels>(self, o: &Operands<B>) -> Result<Work<B>> {
         let groups = o.groups.clone();
         Ok(match self {

@@ -52,7 +52,7 @@ pub struct Args {
     plot: Option<PathBuf>,
 }
 
-/// Tokens × width of the expert layers of DeepSeek-V3 and V2, of smaller layers, and of a layer with few tokens.
+/// The sizes (tokens × width) of the expert layers of DeepSeek-V3 and V2, of smaller layers, and of a layer with few tokens.
 pub const SHAPES: [MatrixShape; 5] = [
     MatrixShape { rows: 32768, cols: MoeShape::DEEPSEEK_V3.d },
     MatrixShape { rows: 32768, cols: MoeShape::QWEN3_30B.d },
@@ -71,7 +71,7 @@ fn parse_shape(text: &str) -> Result<MatrixShape, String> {
     Ok(shape)
 }
 
-/// One kernel at one shape and number of groups.
+/// The measurement of one kernel at one shape and number of groups.
 #[derive(Debug, Clone)]
 pub struct Measured {
     pub kernel: &'static str,
@@ -79,7 +79,7 @@ pub struct Measured {
     pub shape: MatrixShape,
     /// Number of groups; 0 if the rows are not divided into groups.
     pub groups: usize,
-    /// The times, or the reason why there are none.
+    /// The measured times, or the reason why there are none.
     pub times: Result<Times, String>,
 }
 
@@ -89,12 +89,12 @@ pub struct Times {
     pub traffic: Traffic,
     pub us: f64,
     pub floor_us: f64,
-    /// Microseconds of the equivalent separate kernels.
+    /// Microseconds of the equivalent sequence of separate kernels.
     pub separate_us: Option<f64>,
 }
 
 impl Times {
-    /// The kernel's floor as a percentage of its measured time.
+    /// The least possible time of the kernel as a percentage of its measured time.
     pub fn share(&self) -> f64 {
         100.0 * self.floor_us / self.us
     }

@@ -10,7 +10,7 @@ use nibble_testkit::shapes::RaggedRows;
 use rayon::prelude::*;
 use std::cell::OnceCell;
 
-/// The size of a matrix to convert: the number of rows, without padding, and of columns.
+/// The size of a matrix to convert: its numbers of rows (without padding) and of columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MatrixShape {
     pub rows: usize,
@@ -26,7 +26,7 @@ fn random(index: u64) -> u64 {
     (u64::from(stream.u32_at(2 * index)) << 32) | u64::from(stream.u32_at(2 * index + 1))
 }
 
-/// `groups` uneven lengths between 0.5 and 1.5 times the mean, which sum to `rows`.
+/// Divides `rows` rows into `groups` groups of uneven lengths, between 0.5 and 1.5 times the mean length.
 pub fn uneven(groups: usize, rows: usize) -> Vec<usize> {
     let weights: Vec<f64> = (0..groups).map(|g| 0.5 + (random(g as u64) % 1001) as f64 / 1000.0).collect();
     let total: f64 = weights.iter().sum();
@@ -39,7 +39,8 @@ pub fn uneven(groups: usize, rows: usize) -> Vec<usize> {
     lengths.collect()
 }
 
-/// Normal numbers times a factor per row. The factors spread the scales as the tokens of a model do.
+/// Normally distributed numbers, multiplied by a factor per row. The factors vary as the tokens of a model do, so that the scales of blocks
+/// vary.
 pub fn normal<B: Kernels>(b: &B, rows: usize, cols: usize, seed: u64) -> Result<Tensor<B>> {
     let table = factors_and_normals(seed)?;
     let mut values = vec![bf16::ZERO; rows * cols];
@@ -74,13 +75,13 @@ fn factors_and_normals(seed: u64) -> Result<Vec<Vec<bf16>>> {
     Ok(factors.into_iter().map(scaled).collect())
 }
 
-/// Slots per token for a number of experts: one slot for few experts, as on a rank of an expert-parallel run; eight slots if all experts
-/// are local.
+/// The number of slots per token for a number of experts. Few experts, as on a rank of an expert-parallel run, get one slot; if all experts
+/// are local, there are eight slots.
 pub fn top_k(experts: usize) -> usize {
     (experts / 8).clamp(1, 8)
 }
 
-/// A routing of rows that are sorted by expert.
+/// A routing of rows, which are then sorted by expert.
 #[derive(Debug, Clone)]
 pub struct Routed<B: Kernels> {
     pub tokens: usize,
@@ -126,11 +127,11 @@ impl<B: Kernels> Routed<B> {
     }
 }
 
-/// Operands of one shape and number of groups, created on first use.
+/// The operands for one shape and number of groups; each operand is created when it is first used.
 #[derive(Debug)]
 pub struct Operands<B: Kernels> {
     pub b: B,
-    /// Extent of the rows, including padding.
+    /// Numbers of rows and columns of the operands, including padding rows.
     pub extent: Extent,
     /// Groups of ragged rows; `None` for dense rows.
     pub groups: Option<Groups<B>>,
@@ -142,7 +143,7 @@ pub struct Operands<B: Kernels> {
 }
 
 impl<B: Kernels> Operands<B> {
-    /// Operands with dense rows, or with the same number of rows in uneven groups of these lengths.
+    /// Creates operands with dense rows, or with the same number of rows divided into groups of these uneven lengths.
     pub fn new(b: &B, shape: MatrixShape, lengths: Option<&[usize]>) -> Result<Self> {
         let ragged = lengths.map(|lengths| RaggedRows::new(lengths, ALIGN));
         let capacity = ragged.as_ref().map_or(shape.rows, |r| r.capacity);
@@ -158,12 +159,12 @@ impl<B: Kernels> Operands<B> {
         })
     }
 
-    /// x, a BF16 matrix `[capacity, cols]`.
+    /// The input x, a BF16 matrix `[capacity, cols]`.
     pub fn x(&self) -> Result<Tensor<B>> {
         kept(&self.x, || normal(&self.b, self.extent.capacity, self.extent.cols, 1))
     }
 
-    /// h, a BF16 matrix `[capacity, 2 · cols]`.
+    /// The input h of SwiGLU, a BF16 matrix `[capacity, 2 · cols]`.
     pub fn h(&self) -> Result<Tensor<B>> {
         kept(&self.h, || normal(&self.b, self.extent.capacity, 2 * self.extent.cols, 2))
     }
@@ -174,7 +175,7 @@ impl<B: Kernels> Operands<B> {
         kept(cell, || row_blocks(&self.b, &self.x()?, block, self.groups.as_ref()))
     }
 
-    /// h in MXFP4 row blocks.
+    /// The input h of SwiGLU in MXFP4, with blocks along rows.
     pub fn saved_h(&self) -> Result<BlockScaled<B>> {
         kept(&self.saved_h, || row_blocks(&self.b, &self.h()?, Block::MXFP4, self.groups.as_ref()))
     }
@@ -185,7 +186,7 @@ impl<B: Kernels> Operands<B> {
         self.b.upload(&(0..self.extent.capacity).map(weight).collect::<Vec<_>>())
     }
 
-    /// The routing of the rows before they are sorted by expert, with as many experts as groups.
+    /// The routing of the rows before they are sorted by expert; there are as many experts as groups.
     pub fn routed(&self) -> Result<Routed<B>> {
         let experts = self.groups.as_ref().map_or(1, |g| g.num_groups);
         kept(&self.routed, || Routed::new(&self.b, self.extent.valid, experts))
@@ -200,7 +201,7 @@ fn kept<T: Clone>(cell: &OnceCell<T>, make: impl FnOnce() -> Result<T>) -> Resul
     }
 }
 
-/// The codec of a block format with its scale rule and a rounding.
+/// The codec for a block format with its scale rule, and with this rounding.
 pub fn codec(block: Block, round: Rounding) -> Result<Codec> {
     Ok(Codec::new(block.format, block.rule, round)?)
 }

@@ -111,7 +111,7 @@ const ROWS: &[Row] = &[
     row(&["combine BF16"], COMPILE, 256, [609.9, 0.0, 0.0, 0.0, 0.0]),
 ];
 
-/// Other projects' times of a kernel at a shape and number of groups (0 for dense rows).
+/// The times that other projects need for a kernel, at a shape and number of groups (0 for dense rows).
 pub fn of(kernel: &str, shape: MatrixShape, groups: usize) -> impl Iterator<Item = (Who, f64)> {
     let column = SHAPES.iter().position(|s| *s == shape);
     let named = move |row: &&Row| row.groups == groups && row.kernels.contains(&kernel);
@@ -119,14 +119,14 @@ pub fn of(kernel: &str, shape: MatrixShape, groups: usize) -> impl Iterator<Item
     ROWS.iter().filter(named).filter_map(measured)
 }
 
-/// The fastest of the other projects, among all kernels or only published kernels.
+/// The fastest of the other projects; `published` restricts the choice to released kernels.
 pub fn fastest(kernel: &str, shape: MatrixShape, groups: usize, published: bool) -> Option<(Who, f64)> {
     of(kernel, shape, groups)
         .filter(|(who, _)| who.published || !published)
         .min_by(|a, b| a.1.total_cmp(&b.1))
 }
 
-/// All projects in the table, with their sources.
+/// All compared projects of the table, with their sources.
 pub fn everybody() -> [Who; 5] {
     [MXFP4_HOPPER, TE, FP8_FLOW, COMPILE, TRITON]
 }

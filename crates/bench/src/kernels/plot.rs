@@ -7,7 +7,7 @@ use nibble_command::output::{Mark, Output};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-/// The mark by which a later run recognises the picture as its own output.
+/// The mark in the file by which a later run recognises the picture as its own output.
 pub const MARK: Mark = Mark::Picture("nibble bench kernels");
 
 const WIDTH: u32 = 1200;
@@ -20,10 +20,10 @@ const GOAL: RGBColor = RGBColor(30, 130, 70);
 /// The goal for floor divided by time, in per cent.
 const GOAL_SHARE: f64 = 90.0;
 
-/// Draws the kernels at the largest shape: per kernel, a bar for dense rows and a dot for each number of groups.
+/// Draws the kernels at the largest shape: each kernel has a bar for dense rows, and a dot for each number of groups.
 ///
 /// # Errors
-/// If there is nothing to draw, or the file cannot be written.
+/// Returns an error if there is nothing to draw, or the file cannot be written.
 pub fn draw(gpu: &str, measured: &[Measured], file: Output) -> Result<()> {
     let mut svg = String::new();
     render(gpu, measured, &mut svg)

@@ -7,8 +7,8 @@ use nibble_command::say;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Prints one shape's table, at most 140 columns wide, with one kernel per line. A line has the kernel's time on dense rows (or on the most
-/// groups, if it has no dense form), its fraction of the floor on ragged rows, and other projects' times.
+/// Prints the table of one shape, at most 140 columns wide, with one kernel per line. A line contains the kernel's time on dense rows (or
+/// on the most groups, if the kernel has no dense form), its floor as a fraction of its time on ragged rows, and other projects' times.
 pub fn table(shape: MatrixShape, groups: &[usize], names: &[&str], measured: &[Measured]) {
     say!("");
     say!("{} × {}", shape.rows, shape.cols);
@@ -31,7 +31,7 @@ pub fn table(shape: MatrixShape, groups: &[usize], names: &[&str], measured: &[M
     }
 }
 
-/// The first line of an error, cut to the width of the table; the JSON figures have the whole error.
+/// The first line of an error, cut to the width of the table; the JSON output has the whole error.
 pub fn shortened(why: &str) -> String {
     const MOST: usize = 130;
     let line = why.lines().next().unwrap_or_default();
@@ -112,7 +112,7 @@ fn routed_rows() -> String {
     [8, 32, 256].map(of).join(", ")
 }
 
-/// All figures as JSON, one object per measurement.
+/// All measurements as JSON, one object per measurement.
 pub fn figures(measured: &[Measured]) -> Value {
     measured.iter().map(figure).collect()
 }

@@ -10,7 +10,7 @@ use nibble_cuda::Cuda;
 use nibble_formats::{BlockAxis, Format, ScaleRule};
 use std::ops::Add;
 
-/// Numbers of bytes read and written.
+/// The numbers of bytes that a kernel must read and write.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
     pub read: u64,
@@ -28,7 +28,7 @@ impl Add for Traffic {
 /// Size of an index or a gate weight, in bytes.
 const WORD: usize = 4;
 
-/// A matrix of `capacity` rows, of which `valid` are not padding.
+/// The size of a matrix that has `capacity` rows, of which `valid` rows are not padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
     pub valid: usize,
@@ -37,7 +37,7 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// The same rows with another number of columns.
+    /// The same rows, with `cols` columns.
     pub fn wide(self, cols: usize) -> Self {
         Self { cols, ..self }
     }
@@ -76,14 +76,14 @@ impl Block {
     pub const MXFP4: Self = Self { format: Format::Mxfp4, rule: ScaleRule::Rceil };
     /// E4M3 with F32 scales.
     pub const E4M3_AMAX: Self = Self { format: Format::E4m3, rule: ScaleRule::Amax };
-    /// E4M3 with one E8M0 byte per block.
+    /// The block format E4M3 with one E8M0 scale byte per block.
     pub const E4M3: Self = Self { format: Format::E4m3, rule: ScaleRule::Rceil };
 
     pub const MXFP8: Self = Self { format: Format::Mxfp8E4m3, rule: ScaleRule::Rceil };
     pub const MXFP6: Self = Self { format: Format::Mxfp6E2m3, rule: ScaleRule::Rceil };
-    /// NVFP4 without a tensor scale; with a tensor scale, values would be read twice.
+    /// The block format NVFP4 without a tensor scale; with a tensor scale, a quantization would have to read the values twice.
     pub const NVFP4: Self = Self { format: Format::Nvfp4, rule: ScaleRule::Amax };
-    /// NVFP4 with a power of two per 128 values instead of a tensor scale.
+    /// The block format NVFP4 with one power-of-two scale per 128 values instead of a tensor scale.
     pub const NVFP4_128: Self = Self { format: Format::Nvfp4In128, rule: ScaleRule::Amax };
     pub const HIF4: Self = Self { format: Format::Hif4, rule: ScaleRule::Amax };
     /// The target format of lifts.
@@ -117,7 +117,8 @@ fn traffic(read: usize, written: usize) -> Traffic {
     Traffic { read: read as u64, written: written as u64 }
 }
 
-/// Traffic from plain to a block format, in the form that GEMMs read. Stochastic rounding of ragged rows also reads each row's id.
+/// The traffic of quantizing a plain matrix to a block format, in the form that GEMMs read. Stochastic rounding of ragged rows also reads
+/// each row's id.
 pub fn quantize(
     x: Extent,
     from: DType,
@@ -129,12 +130,13 @@ pub fn quantize(
     traffic(x.plain(from) + ids, x.planes(to, planes, taken))
 }
 
-/// Traffic from a block format to BF16.
+/// The traffic of converting a block format to BF16.
 pub fn dequantize(x: Extent, from: Block) -> Traffic {
     traffic(x.row_blocks(from), x.plain(DType::Bf16))
 }
 
-/// Traffic from one block format to another. The padding in rows is unspecified; the padding in columns is zero.
+/// The traffic of converting one block format to another. In row blocks, the padding has unspecified values and is not counted; in column
+/// blocks, the padding is zero.
 pub fn transcode(x: Extent, from: Block, to: Block, axis: BlockAxis) -> Traffic {
     let written = match axis {
         BlockAxis::Col => x.planes(to, Planes::Cols, Taken::AsIs),
@@ -144,27 +146,28 @@ pub fn transcode(x: Extent, from: Block, to: Block, axis: BlockAxis) -> Traffic 
     traffic(x.row_blocks(from), written)
 }
 
-/// Traffic of copying rows of `row_bytes` bytes to sorted, padded positions; `sources` of the received rows have at least one target.
+/// The traffic of copying rows of `row_bytes` bytes to sorted, padded positions, where `sources` received rows have at least one target.
 pub fn permute(row_bytes: usize, sources: usize, capacity: usize) -> Traffic {
     traffic(sources * row_bytes + WORD * capacity, capacity * row_bytes)
 }
 
-/// Traffic of the inverse of `permute`, with one row per slot.
+/// The traffic of the inverse of `permute`, which returns one row per slot.
 pub fn unpermute(row_bytes: usize, slots: usize) -> Traffic {
     traffic(slots * row_bytes + WORD * slots, slots * row_bytes)
 }
 
-/// Traffic of summing the `top_k` rows of each token.
+/// The traffic of summing the `top_k` rows of each token.
 pub fn combine(row_bytes: usize, tokens: usize, top_k: usize) -> Traffic {
     traffic(tokens * top_k * row_bytes, tokens * row_bytes)
 }
 
-/// Traffic of the same sum along a tree, which also reads the position and the leaf of each slot's row.
+/// The traffic of summing the rows of each token in a tree, which also reads the position and the tree leaf of each slot's row.
 pub fn combine_tree(row_bytes: usize, tokens: usize, top_k: usize) -> Traffic {
     traffic(tokens * top_k * (row_bytes + 2 * WORD), tokens * row_bytes)
 }
 
-/// Traffic from h `[r, 2f]` and a gate weight per row to `a` `[r, f]` in the requested blocks, and to row blocks of h itself.
+/// The traffic of SwiGLU, which reads h `[r, 2f]` and one gate weight per row, and writes `a` `[r, f]` in the requested blocks, and h
+/// itself in row blocks.
 pub fn swiglu(a: Extent, to: Option<(Block, Planes)>, save_h: Option<Block>) -> Traffic {
     let h = a.wide(2 * a.cols);
     let emitted = match to {
@@ -175,8 +178,8 @@ pub fn swiglu(a: Extent, to: Option<(Block, Planes)>, save_h: Option<Block>) -> 
     traffic(h.plain(DType::Bf16) + WORD * a.valid, emitted + saved)
 }
 
-/// Traffic of SwiGLU's backward pass. It reads h (plain or in row blocks), da and the gate weights. It writes dh in row and column blocks
-/// and `a` in column blocks, or plain dh and `a`, and the gradients of the gate weights.
+/// Traffic of SwiGLU's backward pass. The backward pass reads h (plain or in row blocks), da and the gate weights. The backward pass writes
+/// dh in row and column blocks and `a` in column blocks, or plain dh and `a`; it also writes the gradients of the gate weights.
 pub fn swiglu_backward(a: Extent, h: Option<Block>, to: Option<Block>) -> Traffic {
     let wide = a.wide(2 * a.cols);
     let h = h.map_or(wide.plain(DType::Bf16), |block| wide.row_blocks(block));
@@ -189,18 +192,18 @@ pub fn swiglu_backward(a: Extent, h: Option<Block>, to: Option<Block>) -> Traffi
     traffic(h + a.plain(DType::Bf16) + WORD * a.valid, made + WORD * a.capacity)
 }
 
-/// Traffic from logits to the experts and gate weights of each slot, and probabilities.
+/// The traffic of routing, which reads logits and writes the experts and gate weights of each slot, and the probabilities.
 pub fn route(tokens: usize, experts: usize, top_k: usize) -> Traffic {
     let logits = tokens * experts * DType::F32.size_bytes();
     traffic(logits, logits + 2 * WORD * tokens * top_k)
 }
 
-/// Traffic from each slot's expert and each token's id to the three maps and the row ids.
+/// The traffic of planning a permutation, which reads each slot's expert and each token's id, and writes three maps and the row ids.
 pub fn plan_permute(tokens: usize, top_k: usize, slots: usize, capacity: usize) -> Traffic {
     traffic(WORD * tokens * (top_k + 1), WORD * (3 * capacity + slots))
 }
 
-/// Traffic of an elementwise operation, or of a transpose.
+/// The traffic of an elementwise operation, or of a transpose.
 pub fn elementwise(x: Extent, from: DType, to: DType) -> Traffic {
     traffic(x.plain(from), x.plain(to))
 }

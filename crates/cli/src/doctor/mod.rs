@@ -176,7 +176,7 @@ fn proc_value(path: &str, key: &str) -> Option<String> {
     lines.find(|(name, _)| name.trim() == key).map(|(_, value)| value.trim().to_owned())
 }
 
-/// The host's processor, and the number of threads that the system gives this process.
+/// A description of the host's processor, and the number of threads that the system grants to this process.
 pub fn processor() -> String {
     let model = proc_value("/proc/cpuinfo", "model name").unwrap_or_else(|| std::env::consts::ARCH.into());
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

@@ -15,7 +15,7 @@ use rayon::prelude::*;
 use std::path::Path;
 use std::time::Instant;
 
-/// Compiles all kernels into the cache that the environment names.
+/// Compiles all kernels into the cache folder that the environment variables name.
 pub fn warm() -> Result<()> {
     let folder = nibble_cuda::env::cubin_cache();
     let folder = folder.ok_or_else(|| Error::usage("NIBBLE_CUBIN_CACHE=off: there is no cache to fill"))?;
@@ -33,7 +33,7 @@ fn compile_all(cpu: &Cpu, jit: &Jit) -> Result<()> {
     Ok(cpu.pool().install(|| all.par_iter().try_for_each(|instance| jit.cubin(&instance.spec).map(drop)))?)
 }
 
-/// Measures the start-up time with an empty cache and with a warm cache.
+/// Measures how long a start takes with an empty kernel cache and with a filled kernel cache.
 pub fn time() -> Result<()> {
     let nvrtc = Nvrtc::load().map_err(Error::usage)?;
     let folder = tempfile::tempdir()

@@ -192,7 +192,7 @@ fn other_data(checkpoint: &Checkpoint, config: &Config) -> String {
 /// The text printed instead of a loss if there are no targets.
 pub const NO_TARGET: &str = "none, no token is a target";
 
-/// The line with the held-out loss, or with the reason why there is none.
+/// The printed line with the held-out loss, or with the reason why there is no loss.
 pub fn held_out_line(loss: Option<f64>, unit: &str) -> String {
     match loss {
         Some(loss) => format!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss)),
@@ -200,7 +200,7 @@ pub fn held_out_line(loss: Option<f64>, unit: &str) -> String {
     }
 }
 
-/// Compares a loss with the entropy floor and with the unigram loss.
+/// Compares a loss with the entropy rate of the data and with the unigram loss.
 pub fn against(Entropy { rate, unigram }: Entropy, loss: f64) -> String {
     let share = (loss - rate) / (unigram - rate);
     format!(

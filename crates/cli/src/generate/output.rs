@@ -4,7 +4,8 @@ use nibble_command::console::Shown;
 use nibble_command::error::{Error, Result};
 use std::io::{ErrorKind, IsTerminal, Write};
 
-/// Standard output. On a terminal, control characters are displayed as text and have no effect; elsewhere, bytes are written unchanged.
+/// Standard output, to which generated text is written. On a terminal, control characters are displayed as text and have no effect;
+/// elsewhere, bytes are written unchanged.
 pub struct Output {
     shown: Option<Shown>,
 }
@@ -14,7 +15,8 @@ impl Output {
         Self { shown: std::io::stdout().is_terminal().then(Shown::default) }
     }
 
-    /// Writes and flushes; returns false if the reader is gone. The argument is bytes, because a character may span several tokens.
+    /// Writes and flushes the bytes; returns false if the reader has closed the stream. The argument is bytes, because a character may span
+    /// several tokens.
     pub fn emit(&mut self, bytes: &[u8]) -> Result<bool> {
         let shown = self.shown.as_mut().map(|shown| shown.next(bytes));
         let bytes = shown.as_deref().map_or(bytes, str::as_bytes);

@@ -30,7 +30,7 @@ pub struct Prompts {
 /// Maximum size of a file of prompts in bytes, because the whole file is read into memory.
 const MOST_BYTES: u64 = 1 << 30;
 
-/// A prompt with its source.
+/// A prompt, with a note of where it came from.
 pub struct Prompt {
     /// The file and line of the prompt.
     place: Option<String>,
@@ -72,26 +72,26 @@ impl Prompts {
         Ok(prompts)
     }
 
-    /// Whether an assistant's answer continues any of the prompts.
+    /// Whether any of the prompts is a conversation that an assistant's answer continues.
     pub fn has_chat(&self, prompts: &[Prompt]) -> bool {
         self.chat || prompts.iter().any(|prompt| matches!(prompt.content, Content::Conversation(..)))
     }
 
-    /// Whether prompts come from a file, so that each prompt is printed with its completion as JSON.
+    /// Whether the prompts come from a file; if so, each prompt is printed with its completion as JSON.
     pub fn are_of_a_file(&self) -> bool {
         self.prompts.is_some()
     }
 
-    /// The prompt of the command line, which is printed before its completion.
+    /// The prompt of the command line, which is printed before its completion; `None` for prompts of a file.
     pub fn told_first(&self) -> &str {
         self.prompt.as_deref().filter(|_| !self.chat).unwrap_or_default()
     }
 
-    /// The token ids of each prompt. The tokenizer's chat template renders a conversation. A plain text gets the same leading token as
-    /// documents of the data.
+    /// The token ids of each prompt. The tokenizer's chat template renders a conversation. A plain text gets the same leading token as the
+    /// documents of the training data.
     ///
     /// # Errors
-    /// If a text encodes to no tokens, if a conversation renders to no text, or if a required chat template is missing.
+    /// Returns an error if a text encodes to no tokens, if a conversation renders to no text, or if a required chat template is missing.
     pub fn ids(
         &self,
         prompts: &[Prompt],
@@ -129,7 +129,7 @@ impl Prompts {
 }
 
 impl Prompt {
-    /// A line of JSON with the prompt, its completion, and the reason why the completion ended.
+    /// A line of JSON with the prompt, its completion, and the reason why generation stopped.
     pub fn told_with(&self, completion: &[u8], ended: &str) -> String {
         let (key, said) = match &self.content {
             Content::Text(text) => ("prompt", json!(text)),

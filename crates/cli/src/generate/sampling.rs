@@ -24,10 +24,10 @@ pub struct Sampling {
 const SORTED_AT_FIRST: usize = 256;
 
 impl Sampling {
-    /// Refuses options with which no token can be sampled.
+    /// Refuses options with which no token could ever be sampled.
     ///
     /// # Errors
-    /// A usage error that names the option.
+    /// Returns a usage error that names the option.
     pub fn check(&self) -> Result<()> {
         let Self { temperature, top_p, .. } = *self;
         if !(temperature.is_finite() && temperature >= 0.0) {

@@ -1,9 +1,9 @@
 //! `--stop`: ends a generated text before a given text.
 
-/// Ends a stream of bytes before the first stop text in it, however the stream is split into pieces.
+/// Ends a stream of bytes before the first stop text that occurs in it, no matter how the stream is split into pieces.
 ///
-/// The stop text that is complete first takes effect; of several that end at the same byte, the longest does. Bytes that may be the start
-/// of a stop text are held back.
+/// The stop text that is completed first takes effect; if several stop texts are completed by the same byte, the longest one does. Bytes
+/// that may be the start of a stop text are not returned until this is decided.
 #[derive(Debug)]
 pub struct StopTexts<'a> {
     texts: &'a [String],
@@ -12,7 +12,7 @@ pub struct StopTexts<'a> {
 }
 
 impl<'a> StopTexts<'a> {
-    /// Creates the state for the start of a text. No stop text may be empty.
+    /// Creates the state for the beginning of a text. No stop text may be empty.
     pub fn new(texts: &'a [String]) -> Self {
         Self { texts, held: Vec::new() }
     }
@@ -36,7 +36,7 @@ impl<'a> StopTexts<'a> {
         (certain, false)
     }
 
-    /// Returns the bytes that are still held back, for a text that ended for another reason.
+    /// Returns the bytes that are still held back; for a text that ended without a stop text.
     pub fn finish(self) -> Vec<u8> {
         self.held
     }

@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// The outcome of a run's ranks.
+/// How the rank processes of a run ended.
 pub enum Ended {
     /// All ranks ended without an error.
     Done,
@@ -25,7 +25,7 @@ pub enum Ended {
     Failed(Failure),
 }
 
-/// Incoming signals: SIGCHLD, and signals that ask the run to end.
+/// The received signals: SIGCHLD, and signals that request the end of the run.
 pub struct Signals {
     received: Receiver<i32>,
     /// Whether a signal that asks the run to end was received.
@@ -36,7 +36,7 @@ impl Signals {
     /// Installs the signal handlers.
     ///
     /// # Errors
-    /// If the system refuses a handler or a thread.
+    /// Returns an error if the system refuses a handler or a thread.
     pub fn start() -> Result<Self> {
         let failed = |why: std::io::Error| Error::Failed(format!("signals: {why}"));
         let heeded =
@@ -51,7 +51,7 @@ impl Signals {
         Ok(Self { received, have_asked: false })
     }
 
-    /// Whether a signal has asked the run to end. A run that fails after such a signal is not restarted.
+    /// Whether a received signal has requested the end of the run. A run that fails after such a signal is not restarted.
     pub fn have_asked(&mut self) -> bool {
         while let Ok(signal) = self.received.try_recv() {
             self.note(signal);
@@ -89,10 +89,10 @@ pub struct Children {
 }
 
 impl Children {
-    /// Starts `world` ranks; `restart` is the number of earlier starts.
+    /// Starts `world` rank processes; `restart` is the number of earlier starts of the run.
     ///
     /// # Errors
-    /// The error of the system; ranks that were already started are killed.
+    /// Returns the error of the operating system; ranks that were already started are killed.
     pub fn start((world, restart): (usize, u32), command: &[String], limits: Limits) -> Result<Self> {
         let failed = |what: &str| {
             let what = what.to_owned();
@@ -144,10 +144,10 @@ impl Children {
         Ok(children)
     }
 
-    /// Waits until all ranks have ended. Also returns the run's folder, if the run has started.
+    /// Waits until all ranks have ended. The result also contains the run's folder, if the run has started.
     ///
     /// # Errors
-    /// The error of the system.
+    /// Returns the error of the operating system.
     pub fn watch(mut self, signals: &mut Signals) -> Result<(Ended, Option<PathBuf>)> {
         // The time at which the remaining ranks are killed.
         let mut kill_at = None;
@@ -249,7 +249,8 @@ impl Children {
     }
 }
 
-/// Makes the system send SIGTERM to the new process when this program ends, because no connection would tell it.
+/// Makes the operating system send SIGTERM to the new process when this program ends, because the new process has no connection that would
+/// tell it about the end.
 #[cfg(target_os = "linux")]
 pub fn end_with_parent(process: &mut Command) {
     let parent = std::process::id();

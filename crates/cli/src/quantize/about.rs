@@ -8,17 +8,18 @@ use std::collections::BTreeMap;
 /// Prefix of the metadata keys that describe quantized tensors.
 pub const PREFIX: &str = "nibble.";
 
-/// Names of a quantized tensor's buffers: codes, block scales, and one scale per matrix.
+/// The names of the tensors in which a quantized tensor is stored: codes, block scales, and one scale per matrix.
 pub fn planes(name: &str) -> [String; 3] {
     ["codes", "scales", "tensor_scale"].map(|plane| format!("{name}.{plane}"))
 }
 
-/// Names and descriptions of the quantized tensors of a file.
+/// Finds the quantized tensors of a file: their names and their descriptions in the metadata.
 pub fn described(metadata: &BTreeMap<String, String>) -> impl Iterator<Item = (&str, &str)> {
     metadata.iter().filter_map(|(key, text)| Some((key.strip_prefix(PREFIX)?, text.as_str())))
 }
 
-/// Number of matrices in a tensor of this shape, followed by their rows and columns; `None` for other shapes.
+/// The number of matrices in a tensor of this shape, and the rows and columns of each; `None` for shapes that are not matrices or stacks of
+/// matrices.
 pub fn matrices(shape: &[usize]) -> Option<[usize; 3]> {
     match *shape {
         [rows, cols] => Some([1, rows, cols]),

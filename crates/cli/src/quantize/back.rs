@@ -62,7 +62,7 @@ fn plane<'d>(file: &SafeTensors<'d>, name: &str) -> Result<&'d [u8]> {
     Ok(view.data())
 }
 
-/// The F32 values of a buffer. The values are copied, because the file's bytes may be unaligned in memory.
+/// The F32 values that are stored in a buffer of bytes. The values are copied, because the file's bytes may be unaligned in memory.
 pub fn words(data: &[u8]) -> Vec<f32> {
     data.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
@@ -104,7 +104,7 @@ fn plain<B: Kernels>(
     })
 }
 
-/// Decodes a matrix of `rows` rows to values of the tensor's original type.
+/// Decodes a quantized matrix of `rows` rows to values of the tensor's original type.
 pub fn decode<B: Kernels>(
     b: &B,
     q: &BlockScaled<B>,

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 pub struct Converted<'d> {
     tensors: BTreeMap<String, Plane<'d>>,
     pub metadata: BTreeMap<String, String>,
-    /// Number of copied tensors, by the reason of copying.
+    /// For each reason why tensors are copied unchanged, the number of copied tensors.
     pub copied: BTreeMap<&'static str, usize>,
 }
 
@@ -24,7 +24,7 @@ struct Plane<'d> {
 }
 
 impl<'d> Converted<'d> {
-    /// An output file without tensors.
+    /// Creates the contents of an output file without any tensors.
     pub fn new(metadata: BTreeMap<String, String>) -> Self {
         Self { tensors: BTreeMap::new(), metadata, copied: BTreeMap::new() }
     }
@@ -48,7 +48,7 @@ impl<'d> Converted<'d> {
         self.put(name.to_owned(), view.dtype(), view.shape().to_vec(), view.data())
     }
 
-    /// Writes the file, and returns its size. The order of tensors and metadata depends only on their names and types.
+    /// Writes the file, and returns its size. The order of tensors and metadata in the file depends only on their names and types.
     pub fn write(&self, output: Output) -> Result<u64> {
         let mut all: Vec<_> = self.tensors.iter().collect();
         // Larger types come first, as safetensors requires; the stable sort keeps the order of names.

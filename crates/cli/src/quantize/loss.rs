@@ -5,7 +5,8 @@ use nibble_core::ops::{Dequantize, Planes, Quantize};
 use nibble_core::{Backend, BlockScaled, DType, Kernels, Tensor};
 use nibble_formats::{BlockAxis, Codec, ScaleRule};
 
-/// The difference between a tensor and its dequantized copy in the same type. Values that were not finite before quantization are left out.
+/// The difference between a tensor and its quantized and dequantized copy, both in the same data type. Values that were not finite before
+/// quantization are left out.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Loss {
     /// Number of compared values.
@@ -32,7 +33,7 @@ pub struct Loss {
     refused_blocks: u64,
 }
 
-/// The expected errors of a format with a scale rule.
+/// The errors that are expected of a format with a scale rule.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Expected {
     rule: ScaleRule,
@@ -52,7 +53,7 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    /// The blocks of a quantized matrix of `rows` rows.
+    /// The division into blocks of a quantized matrix that has `rows` rows.
     pub fn of<B: Backend>(q: &BlockScaled<B>, rows: usize) -> Self {
         let (block, cols) = (q.format.spec().block, q.cols);
         let (block_rows, block_cols) = match q.axis {
@@ -76,7 +77,7 @@ impl Blocks {
 }
 
 impl Loss {
-    /// Adds a matrix, given by its values before and after quantization.
+    /// Compares the values of a matrix before and after quantization, and adds the differences.
     pub fn compare(&mut self, before: &[f32], after: &[f32], blocks: Blocks, expected: Expected) {
         let mut all = vec![OfBlock::default(); blocks.number(before.len() / blocks.cols)];
         // The product is computed in F64, because it may exceed the largest F32.
@@ -171,7 +172,7 @@ struct OfBlock {
     largest_is_off: bool,
 }
 
-/// The losses of all tensors.
+/// The quantization losses of all tensors.
 #[derive(Debug, Default)]
 pub struct Losses(Vec<(String, Loss, Expected)>);
 
@@ -181,7 +182,7 @@ impl Losses {
         self.0.push((name.to_owned(), loss, expected));
     }
 
-    /// Prints the errors that rounding does not explain, and the largest error.
+    /// Prints the errors that are larger than rounding explains, and the largest error.
     pub fn tell(mut self) {
         // The losses are sorted by name, so that the output does not depend on the order of tensors in the file.
         self.0.sort_by(|a, b| a.0.cmp(&b.0));
@@ -214,11 +215,11 @@ impl Losses {
 const MOST_LINES: usize = 5;
 
 impl Expected {
-    /// The expected errors of a codec. Tensor scales and F32 scales have unlimited reach. For other scales, the reach is found by
-    /// quantizing the largest finite number.
+    /// The errors that are expected of a codec. For tensor scales and F32 scales, the range of representable values has no limit. For other
+    /// scales, the largest representable value is found by quantizing the largest finite number.
     ///
     /// # Errors
-    /// The backend's errors.
+    /// Returns the backend's errors.
     pub fn of<B: Kernels>(b: &B, codec: Codec) -> nibble_core::Result<Expected> {
         // A value of at least half the largest code is off by at most a step of two, or by half of that with rounding to nearest. With
         // `floor`, scaled values are below 4/3 of the largest code.

@@ -8,10 +8,10 @@ use nibble_core::ops::{Factor, Taken};
 use nibble_core::recipe::Layer;
 use nibble_train::one_layer::{LayerProduct, OneLayer};
 
-/// Prints the GEMMs of a layer, for each part of a run in which they differ.
+/// Prints the GEMMs of a layer, separately for each part of a run in which they differ.
 ///
 /// # Errors
-/// If a layer requests other GEMMs than its recipe implies.
+/// Returns an error if a layer requests other GEMMs than its recipe implies.
 pub fn tell(recipe: &Recipe, layer: &Layer) -> Result<()> {
     let mut parts: Vec<((f64, f64), Vec<LayerProduct>)> = Vec::new();
     for (from, to) in recipe.stretches() {

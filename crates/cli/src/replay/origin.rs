@@ -12,7 +12,7 @@ use nibble_train::config::Config;
 use nibble_train::trainer::{Trainer, stored_config};
 use std::path::Path;
 
-/// A state of a run that is stored, or with which the run began.
+/// A state from which a run can be repeated: a stored checkpoint, or the beginning of the run.
 pub struct Origin {
     checkpoint: Option<Box<Checkpoint>>,
     pub config: Config,
@@ -21,8 +21,8 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// The newest whole checkpoint of a run after at most `steps` steps; otherwise the beginning of the run. The configuration is for one rank,
-    /// and for this machine's device unless `overrides` name another device.
+    /// Finds the newest whole checkpoint of a run after at most `steps` steps; if there is none, the state is the beginning of the run. The
+    /// configuration of the result is for one rank, and for this machine's device unless `overrides` name another device.
     pub fn find(dir: &Path, steps: u64, overrides: &[String]) -> Result<Self> {
         let latest = latest_valid_until(dir, steps)?;
         for rejected in &latest.rejected {
@@ -52,7 +52,7 @@ impl Origin {
         Ok(Self { checkpoint, config: measuring(config), recipe })
     }
 
-    /// What the state is, in words.
+    /// Describes the state in words.
     pub fn describe(&self) -> String {
         match &self.checkpoint {
             Some(checkpoint) => format!("checkpoint of step {}", checkpoint.position().step),
@@ -60,10 +60,10 @@ impl Origin {
         }
     }
 
-    /// The run in this state, with its data.
+    /// Loads the run in this state, together with its data.
     ///
     /// # Errors
-    /// If the data have changed since.
+    /// Returns an error if the data have changed since the run.
     pub fn load<'a, B: Device>(&self, on: &On<'a, B>) -> Result<Trainer<'a, B>> {
         let mut trainer = Trainer::under(on.b, on.mesh, &self.config, self.recipe.clone())?.with_data()?;
         match &self.checkpoint {
@@ -86,7 +86,7 @@ impl Origin {
         Ok(trainer.weights()?)
     }
 
-    /// The run in BF16, with weights that are still to be set.
+    /// Creates the run in BF16; the caller must then set the weights.
     pub fn load_bf16<'a, B: Device>(&self, on: &On<'a, B>) -> Result<Trainer<'a, B>> {
         Ok(Trainer::under(on.b, on.mesh, &self.config, self.bf16()?)?.with_data()?)
     }
@@ -95,7 +95,7 @@ impl Origin {
         Ok(for_run(&self.config, load_recipe("bf16")?))
     }
 
-    /// The step of the state.
+    /// The step that the run had reached in this state.
     pub fn step(&self) -> Option<u64> {
         self.checkpoint.as_ref().map(|checkpoint| checkpoint.position().step)
     }

@@ -8,7 +8,7 @@ use nibble_train::trainer::{METRICS_FILE, Tried, has_begun};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The records of a run.
+/// What a run has recorded about its steps.
 #[derive(Debug, Default)]
 pub struct Recorded {
     /// The loss of every step, by the step's number from 1.
@@ -31,7 +31,7 @@ impl Recorded {
         Ok(Self { losses, norms, spikes: read_spikes(dir)? })
     }
 
-    /// The step to repeat: the one that is asked for, or the last recorded spike.
+    /// The step to repeat: the requested step, or the last recorded spike.
     pub fn step(&self, asked: Option<u64>, dir: &Path) -> Result<u64> {
         let spike = self.spikes.last().map(|spike| spike.step);
         let Some(step) = asked.or(spike) else {
@@ -49,17 +49,17 @@ impl Recorded {
         }
     }
 
-    /// The record of a step as a spike, by the process that took the step last.
+    /// The record of a step as a spike; if several processes took the step, the last of them counts.
     pub fn spike(&self, step: u64) -> Option<&Spike> {
         self.spikes.iter().rfind(|spike| spike.step == step)
     }
 
-    /// The loss of a step, if the metrics have it.
+    /// The loss of a step, if the metrics file contains the step.
     pub fn loss(&self, step: u64) -> Option<f64> {
         self.losses.get(&step).copied()
     }
 
-    /// What was usual before a step.
+    /// The usual loss and gradient norm of the run before a step.
     pub fn before(&self, step: u64) -> Before {
         let mut before = Before::default();
         let finite = |all: &BTreeMap<u64, f64>| {
@@ -70,7 +70,8 @@ impl Recorded {
         before
     }
 
-    /// Whether a repeated step is the recorded one: the same tensor is not finite, or the loss has the same bits. `None` without a record.
+    /// Whether a repeated step agrees with the recorded step: the same tensor is not finite, or the loss has the same bits. `None` without
+    /// a record.
     pub fn agrees(&self, step: u64, tried: &Tried) -> Option<bool> {
         let spike = self.spike(step);
         if let Some(site) = spike.and_then(|spike| spike.non_finite.as_ref()) {
@@ -80,8 +81,8 @@ impl Recorded {
     }
 }
 
-/// Whether a number is the one that was written to a file of JSON lines. Both are read back in the same way, since reading may change the last
-/// bit.
+/// Whether a number equals the number that was written to a JSON Lines file. Both numbers are converted to JSON and read back, because
+/// reading may change the last bit.
 pub fn is_same(now: f64, recorded: f64) -> bool {
     let text = serde_json::to_string(&now).unwrap_or_default();
     serde_json::from_str::<f64>(&text).is_ok_and(|now| now == recorded)

@@ -8,21 +8,21 @@ use serde::Serialize;
 /// A sequence with a high loss.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Sequence {
-    /// Number of the sequence within the step's batch, from 0.
+    /// Index of the sequence within the step's batch, from 0.
     pub in_batch: usize,
     /// Position of the sequence in the run's data.
     pub position: u64,
     /// The source of the data.
     pub source: String,
-    /// Number of the sequence's first token within the source.
+    /// Index of the sequence's first token within the source.
     pub first_token: u64,
-    /// Mean loss of the targets in nats; null in JSON if it is not finite.
+    /// Mean loss of the targets in nats; null in JSON if the loss is not finite.
     pub loss: f64,
     /// Index, within the sequence, of the first of the [`WINDOW`] tokens with the highest loss.
     pub at: usize,
     /// The ids of these tokens.
     pub ids: Vec<i32>,
-    /// Their text, if it is known.
+    /// The text of these tokens, if the text is known.
     pub text: Option<String>,
 }
 
@@ -32,7 +32,7 @@ const WINDOW: usize = 16;
 const NAMED: usize = 3;
 
 impl Sequence {
-    /// A line about the sequence.
+    /// Formats a line about the sequence.
     pub fn told(&self) -> String {
         let Self { in_batch, position, source, first_token, loss, at, ids, text } = self;
         let text = text.as_ref().map_or_else(String::new, |text| format!(" {text:?}"));
@@ -43,7 +43,8 @@ impl Sequence {
     }
 }
 
-/// The sequences of step `data`, counted from 0, with a loss above the limit, the highest first; at most three, and at least one.
+/// The sequences of step `data` (counted from 0) whose loss is above the limit, highest loss first. The list has at least one sequence and
+/// at most three.
 pub fn worst<B: Device>(trainer: &mut Trainer<'_, B>, data: u64, limit: f64) -> Result<Vec<Sequence>> {
     let mut scored: Vec<(usize, ScoredSequence)> =
         trainer.sequences_of(data)?.into_iter().enumerate().filter(|(_, one)| one.targets > 0).collect();

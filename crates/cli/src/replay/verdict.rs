@@ -5,7 +5,7 @@ use nibble_train::spikes::Usual;
 use nibble_train::trainer::Tried;
 use serde::Serialize;
 
-/// What made a step get out of order.
+/// What made a step abnormal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Blame {
@@ -20,7 +20,7 @@ pub enum Blame {
 }
 
 impl Blame {
-    /// Its name, and what it means in a sentence.
+    /// The name of the cause, and a sentence that explains the cause.
     pub fn explained(self) -> &'static str {
         match self {
             Self::None => "nothing: the repeated step is in order",
@@ -37,7 +37,7 @@ impl Blame {
     }
 }
 
-/// What is usual in a run before a step.
+/// The values that were usual in a run before a step.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Before {
     /// Losses.
@@ -46,8 +46,8 @@ pub struct Before {
     pub norm: Usual,
 }
 
-/// A step as the recipe and as BF16 compute it: with its own batch, and with the batches of neighbouring steps. The weights are the same in
-/// all.
+/// A step computed with the recipe and in BF16, each on its own batch and on the batches of neighbouring steps. All these computations use
+/// the same weights.
 #[derive(Debug)]
 pub struct Tries {
     pub recipe: Tried,
@@ -56,15 +56,15 @@ pub struct Tries {
     pub bf16_others: Vec<Tried>,
 }
 
-/// What is in order, and what is to blame.
+/// Which values are normal, and what caused the abnormal values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Verdict {
     pub blame: Blame,
-    /// The loss that is usual.
+    /// The loss that was usual before the step.
     pub base: f64,
-    /// The loss above which a loss is out of order.
+    /// The loss above which a loss is abnormal.
     pub limit: f64,
-    /// The norm of a gradient above which it is out of order.
+    /// The gradient norm above which a gradient norm is abnormal.
     pub norm_limit: f64,
 }
 
@@ -75,9 +75,10 @@ const ENOUGH: u64 = 10;
 const NORMS: f64 = 10.0;
 
 impl Verdict {
-    /// Judges a step. A loss or a norm that is not finite is out of order, and so are a loss above the limit of the run's own spikes and a norm
-    /// of 10 times the usual. BF16 shares a loss that is too high if it has more than half of its excess over the usual loss, so that a
-    /// spike which the recipe only makes a little larger is not blamed on the recipe.
+    /// Judges a step. A loss or a gradient norm is abnormal if it is not finite. A loss is also abnormal above the limit for the run's
+    /// spikes, and a norm above 10 times the usual norm. BF16 counts as showing the same spike if its loss exceeds the usual loss by more
+    /// than half as much as the recipe's loss does. A spike that the recipe only makes a little larger is therefore not blamed on the
+    /// recipe.
     pub fn of(tries: &Tries, before: Before) -> Self {
         let finite = |all: fn(&Tried) -> f64| {
             let mut usual = Usual::default();
@@ -105,7 +106,7 @@ impl Verdict {
         verdict
     }
 
-    /// Whether a step is out of order.
+    /// Whether the loss or the gradient norm of a step is abnormal.
     pub fn is_out(&self, tried: &Tried) -> bool {
         tried.non_finite.is_some() || tried.loss > self.limit || tried.grad_norm > self.norm_limit
     }
@@ -122,8 +123,9 @@ impl Verdict {
     }
 }
 
-/// Whether a batch stands out among others under the same weights: a value that is not finite, or a loss 0.2 nats and 4 mean distances above the
-/// mean of the others. Tokens that no model predicts stand out under earlier weights too; other batches do not.
+/// Whether a batch stands out among other batches under the same weights: a value is not finite, or the loss exceeds the mean of the others
+/// by 0.2 nats and by 4 mean distances. A batch with tokens that no model can predict also stands out under earlier weights; other batches
+/// do not.
 pub fn stands_out(own: &Tried, others: &[Tried]) -> bool {
     let losses: Vec<f64> = others.iter().map(|other| other.loss).filter(|loss| loss.is_finite()).collect();
     let count = losses.len().max(1) as f64;
@@ -132,28 +134,29 @@ pub fn stands_out(own: &Tried, others: &[Tried]) -> bool {
     own.non_finite.is_some() || own.loss - mean > (4.0 * distance).max(0.2)
 }
 
-/// A site whose quantization may be to blame.
+/// A site (a tensor that is quantized) whose quantization may have caused the spike.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Culprit {
     /// The layer, with `*` for the number of its decoder layer.
     pub layer: String,
     /// The operand.
     pub tensor: String,
-    /// The decoder layers in which it is so; empty outside decoder layers.
+    /// The decoder layers to which this applies; empty outside decoder layers.
     pub layers: Vec<usize>,
     /// `not finite`, `saturates` or `vanishes`.
     pub what: &'static str,
-    /// The largest fraction of the site's values, or of its blocks for `not finite`, in one of these layers.
+    /// The largest share among these layers: of the site's values, or of its blocks for `not finite`.
     pub share: f64,
-    /// The same of the batches of neighbouring steps; absent for `not finite`.
+    /// The corresponding share in the batches of neighbouring steps; absent for `not finite`.
     pub share_of_others: Option<f64>,
 }
 
 /// The number of sites that are named if none exceeds a threshold.
 const NAMED: usize = 3;
 
-/// The sites of a step under the recipe that may be to blame: the first one that is not finite, then those that saturate or vanish beyond the
-/// thresholds of [`Lost`], the largest share first. Without any, those with the largest shares.
+/// The sites of a step under the recipe that may have caused a spike. The first site that is not finite comes first, then the sites that
+/// saturate or vanish beyond the thresholds of [`Lost`], largest share first. If there are no such sites, the list contains the sites with
+/// the largest shares.
 pub fn culprits(tries: &Tries) -> Vec<Culprit> {
     let sites = &tries.recipe.layers.sites;
     if let Some(site) = sites.iter().find(|site| site.non_finite > 0) {

@@ -2,22 +2,22 @@
 
 use serde::Serialize;
 
-/// A parameter with a weight that stands out.
+/// A parameter with a weight that is abnormal.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Suspect {
     /// The parameter.
     pub name: String,
     /// Number of values that are not finite.
     pub non_finite: usize,
-    /// The value that changed most, or the first one that is not finite: its index in the parameter.
+    /// Index, within the parameter, of the value that changed most, or of the first value that is not finite.
     pub index: usize,
-    /// The value now, as text, since JSON has no NaN.
+    /// The present value as text, because JSON has no NaN.
     pub now: String,
-    /// The value in the earlier state.
+    /// The value of this weight in the earlier state.
     pub earlier: f32,
-    /// The bit, from 0 for the lowest, whose flip alone would explain the change; absent if there is none.
+    /// The bit (0 is the lowest) whose flip alone would explain the change; absent if there is no such bit.
     pub bit: Option<u32>,
-    /// The change of this value, divided by the root mean square of the changes of the parameter's other values.
+    /// The change of this value, divided by the root mean square of the changes of all other values of the parameter.
     pub changes: f64,
 }
 
@@ -27,8 +27,8 @@ const STANDS_OUT: f64 = 100.0;
 /// The name and the values of a parameter.
 type Values = (String, Vec<f32>);
 
-/// The parameters in which a value is not finite, or stands out by its change since the earlier state. The worst comes first. Both lists have
-/// the same parameters in the same order.
+/// The parameters in which a value is not finite, or has changed abnormally much since the earlier state. The worst comes first. Both lists
+/// must have the same parameters in the same order.
 pub fn suspects(now: &[Values], earlier: &[Values]) -> Vec<Suspect> {
     let mut all: Vec<Suspect> =
         now.iter().zip(earlier).filter_map(|(now, earlier)| suspect(now, &earlier.1)).collect();

@@ -25,7 +25,7 @@ pub struct Line<'a> {
 /// Draws curves over the steps of a run. If there are several curves, a coloured list of their names follows.
 ///
 /// # Errors
-/// If there is no finite point.
+/// Returns an error if there is no finite point.
 pub fn lines(all: &[Line<'_>]) -> Result<Markup, String> {
     let mut svg = String::new();
     draw(all, &mut svg).map_err(|e| e.to_string())?;
@@ -43,7 +43,7 @@ pub fn lines(all: &[Line<'_>]) -> Result<Markup, String> {
     })
 }
 
-/// Embeds an SVG in the page (without its namespace), with the names, colours and points of its curves for `charts.js`.
+/// Embeds an SVG image in the page (without the XML namespace), together with the names, colours and points of its curves for `charts.js`.
 pub fn with_numbers<'a>(
     svg: &str,
     lines: impl Iterator<Item = (&'a str, String, &'a [(u64, f64)])>,
@@ -140,8 +140,8 @@ pub fn short(x: f64) -> String {
     }
 }
 
-/// A heat map of each expert's rows divided by the mean of its layer. White means no rows; the darkest colour is the fullest expert of all
-/// layers.
+/// Draws a heat map of each expert's number of rows, divided by the mean of its layer. White means no rows; the darkest colour stands for
+/// the fullest expert of all layers.
 pub fn load(layers: &[Vec<u64>]) -> Markup {
     const CELL: usize = 12;
     const LABEL: usize = 34;
@@ -195,7 +195,7 @@ pub fn middle(mut values: Vec<f64>) -> Option<f64> {
     values.get(values.len() / 2).copied()
 }
 
-/// Formats a fraction in per cent.
+/// Formats a fraction as a percentage.
 pub fn percent(share: f64) -> String {
     if share > 0.0 && share < 1e-4 { "< 0.01 %".into() } else { format!("{:.2} %", 100.0 * share) }
 }

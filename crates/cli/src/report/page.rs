@@ -16,7 +16,7 @@ use nibble_train::trainer::heading;
 /// The whole page.
 ///
 /// # Errors
-/// If the run has no loss yet.
+/// Returns an error if the run has no loss yet.
 pub fn render(run: &Recorded) -> Result<String> {
     let files = &run.files;
     let title = heading(&files.dir, &files.recipe_name);

@@ -7,21 +7,21 @@ use nibble_train::config::Config;
 use nibble_train::ledger::Ledger;
 use nibble_train::spec::{self, ModelSpec, PartKind};
 
-/// Layers whose names differ only in a number: the name with `*` for the number, and the numbers.
+/// Layers whose names differ only in one number: the name with `*` in place of the number, and the list of numbers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Group {
     pub name: String,
     pub numbers: Vec<usize>,
 }
 
-/// The name of a layer with `*` for its number, and the number.
+/// Splits a layer's name into the name with `*` in place of its number, and the number.
 pub fn without_number(layer: &str) -> (String, Option<usize>) {
     let number = layer.split('.').find_map(|part| part.parse::<usize>().ok());
     let part = |part: &str| if part.parse::<usize>().is_ok() { "*".to_owned() } else { part.to_owned() };
     (layer.split('.').map(part).collect::<Vec<_>>().join("."), number)
 }
 
-/// Formats layer numbers as `0–3, 7`; empty for a layer without a number.
+/// Formats layer numbers as ranges, for example `0–3, 7`; empty for a layer without a number.
 pub fn ranges(numbers: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &n in numbers {
@@ -37,7 +37,7 @@ pub fn ranges(numbers: &[usize]) -> String {
     runs.into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
-/// A saved activation, with the layers that save it in the same format.
+/// A saved activation, and the layers that save this activation in the same format.
 pub struct Kept {
     pub layers: Group,
     pub tensor: &'static str,
@@ -68,11 +68,11 @@ pub fn kept(ledger: &Ledger) -> Vec<Kept> {
     all
 }
 
-/// The precisions of a group of layers that have the same precisions.
+/// A group of layers that have the same precisions, with these precisions.
 pub struct Decided {
     /// The layers.
     pub layers: Vec<Group>,
-    /// One row per site: its precision in each part of the run.
+    /// One row per site (a tensor that is quantized): its precision in each part of the run.
     pub sites: Vec<(Site, Vec<String>)>,
 }
 
@@ -135,8 +135,8 @@ fn sites(recipe: &Recipe, layer: &Layer, starts: &[u64], steps: u64) -> Vec<(Sit
     layer.kind.sites().filter(of_layer).map(row).collect()
 }
 
-/// All changes of representation in the first feed-forward layer of each kind, with a description. The kinds are experts, and the two
-/// projections of an MLP that is not a shared expert. If the changes differ from a step on, another list follows.
+/// All changes of tensor formats in the first feed-forward layer of each kind, each with a description. There are three kinds: experts, and
+/// each of the two projections of an MLP that is not a shared expert. If the changes differ from some step on, another list follows.
 pub fn changes(recipe: &Recipe, config: &Config) -> Vec<(String, Vec<Change>)> {
     let parts: Vec<_> = ModelSpec::new(&config.model).parts().collect();
     let steps = config.train.steps;

@@ -39,7 +39,7 @@ impl Row {
     }
 }
 
-/// A table of ranks, and a chart of the slowest ranks' busy time over the steps; `None` without records.
+/// A table of the ranks' times, and a chart of the busy time of the slowest ranks over the steps; `None` without recorded times.
 pub fn times(lines: &[RankTimes]) -> Option<Markup> {
     let ranks = lines.last()?.seconds.len();
     // A run may be resumed on another number of ranks, after which a rank number means another rank.

@@ -3,17 +3,17 @@
 use nibble_train::metrics::Metrics;
 use std::collections::BTreeMap;
 
-/// One metric over the steps.
+/// The values of one metric over the steps.
 pub struct Series {
-    /// The series' name in the metrics file.
+    /// The name of the metric in the metrics file.
     pub name: String,
-    /// The description of the series.
+    /// The description of the metric.
     pub title: String,
-    /// Pairs of the number of steps done and the value.
+    /// Pairs of the number of completed steps and the value of the metric.
     pub points: Vec<(u64, f64)>,
 }
 
-/// The section of the report in which a series is drawn.
+/// The chart of the report in which a series is drawn.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Chart {
     Loss,
@@ -65,7 +65,7 @@ const KNOWN: [(&str, Chart, &str); 20] = [
     ("n_tokens_seen", Chart::Other, "Tokens trained on"),
 ];
 
-/// All series of these metrics with their sections, the known series first.
+/// All series of these metrics, each with its chart; the known series come first.
 pub fn all(metrics: &[Metrics]) -> Vec<(Chart, Series)> {
     let mut points: BTreeMap<String, Vec<(u64, f64)>> = BTreeMap::new();
     for line in metrics {

@@ -6,7 +6,7 @@ use nibble_train::checks::load_recipe;
 use nibble_train::config::{Config, preset_names};
 use nibble_train::data::Dataset;
 
-/// A catalog of recipes and configurations by name or file.
+/// A catalog that finds recipes and configurations by name or by file.
 pub struct Names;
 
 impl Catalog for Names {

@@ -26,12 +26,12 @@ const POLL: Duration = Duration::from_millis(50);
 /// Time between two looks at what other processes of a study do.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Waits until it is worth looking again at what other processes of a study do.
+/// Waits for a while before the caller checks again what other processes of the study do.
 pub fn pause() {
     std::thread::sleep(PAUSE);
 }
 
-/// When work ends; never, if no time is given.
+/// The time at which work ends; without a given time, work never ends.
 #[derive(Debug, Clone, Copy)]
 pub struct Deadline(Option<Instant>);
 
@@ -41,13 +41,13 @@ impl Deadline {
         Self(time.and_then(|time| Instant::now().checked_add(time)))
     }
 
-    /// Whether the deadline has passed.
+    /// Whether the deadline has passed already.
     pub fn is_over(self) -> bool {
         self.0.is_some_and(|end| Instant::now() >= end)
     }
 }
 
-/// Runs the cells of a study.
+/// Runs the cells (the single runs) of a study.
 #[derive(Debug)]
 pub struct Runner<'a> {
     dir: &'a Path,
@@ -57,15 +57,16 @@ pub struct Runner<'a> {
 }
 
 impl<'a> Runner<'a> {
-    /// A runner in the folder of a study, on this device. `commit` is written to the rows.
+    /// A runner in the folder of a study, on this device. `commit` is the commit of Nibble that is written to the rows.
     pub const fn new(dir: &'a Path, device: Option<&'a str>, commit: &'a str, deadline: Deadline) -> Self {
         Self { dir, device, commit, deadline }
     }
 
-    /// Trains a cell, from its last checkpoint if it was interrupted before. `None` if it was interrupted again.
+    /// Trains a cell; if the cell was interrupted before, training continues from its last checkpoint. The result is `None` if the cell was
+    /// interrupted again.
     ///
     /// # Errors
-    /// If no process can be started, or the folder cannot be written.
+    /// Returns an error if no process can be started, or the folder cannot be written.
     pub fn run(&self, queue: &Queue, claim: &Claim, from: Option<&Path>) -> Result<Option<Row>> {
         let cell = claim.cell();
         let folder = self.folder(cell);
@@ -98,11 +99,12 @@ impl<'a> Runner<'a> {
         Ok(Some(row))
     }
 
-    /// The last checkpoint of a trunk that has a row. Where it is not at hand, for example because the row was written on another machine, the trunk is
-    /// trained again: its weights depend on its seed, configuration and recipe only. `None` if that was stopped.
+    /// Returns the last checkpoint of a trunk (a run that several branches share) whose row is written. If this machine does not have the
+    /// checkpoint, for example because another machine wrote the row, the trunk is trained again. Its weights depend only on its seed,
+    /// configuration and recipe. The result is `None` if training was interrupted.
     ///
     /// # Errors
-    /// As [`Runner::run`]; if the trunk does not end well this time.
+    /// Returns the errors of [`Runner::run`], and an error if the trunk's new run does not finish well.
     pub fn trunk(&self, queue: &Queue, trunk: &Cell) -> Result<Option<PathBuf>> {
         let folder = self.folder(trunk);
         while !self.deadline.is_over() {
@@ -138,10 +140,10 @@ impl<'a> Runner<'a> {
         self.dir.join("runs").join(&cell.id)
     }
 
-    /// Removes the checkpoints of a run whose row is written: the row has what the study needs, and weights take gigabytes.
+    /// Removes the checkpoints of a run whose row is written, because the row has what the study needs and weights take gigabytes.
     ///
     /// # Errors
-    /// If the checkpoints cannot be removed.
+    /// Returns an error if the checkpoints cannot be removed.
     pub fn drop_checkpoints(&self, cell: &str) -> Result<()> {
         let folder = self.dir.join("runs").join(cell).join("checkpoints");
         match std::fs::remove_dir_all(&folder) {

@@ -20,7 +20,7 @@ use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// The console of a run, and its log.
+/// Writes the messages of a run to the console and to the run's log.
 pub struct Console {
     /// The run's directory, as the configuration names it.
     dir: String,

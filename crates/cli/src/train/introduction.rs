@@ -31,7 +31,7 @@ pub fn short(start: &Start<'_>) -> Vec<String> {
     lines
 }
 
-/// The lines for the log: all configuration keys, and the memory part by part and tensor by tensor.
+/// The lines for the log: all configuration keys, and the memory of each part and each tensor.
 pub fn all(start: &Start<'_>) -> Vec<String> {
     let mut lines = vec!["config:".to_owned()];
     lines.extend(settings(start.config));
@@ -95,7 +95,7 @@ fn whose(kind: DeviceKind, ranks: usize) -> &'static str {
     }
 }
 
-/// The memory of a run, part by part and tensor by tensor.
+/// The memory of a run, listed by part and by tensor.
 pub fn memory(prediction: &Prediction) -> Vec<String> {
     let of = if prediction.mesh.ranks() > 1 { format!(", rank {}", prediction.rank) } else { String::new() };
     let ledger = &prediction.ledger;
@@ -119,7 +119,7 @@ const SENT: [(&str, &[&str]); 4] = [
     ("losses and counts", &["all_gather", "all_gather_f64"]),
 ];
 
-/// Lines with the bytes that a rank sends to other ranks per step.
+/// Lines that state how many bytes a rank sends to other ranks in each step.
 pub fn sent(rank: usize, bytes_by_call: &BTreeMap<&'static str, u64>) -> Vec<String> {
     let of = |(what, calls): &(&str, &[&str])| {
         let sent = calls.iter().filter_map(|call| bytes_by_call.get(call)).sum();
@@ -129,7 +129,7 @@ pub fn sent(rank: usize, bytes_by_call: &BTreeMap<&'static str, u64>) -> Vec<Str
     std::iter::once(title).chain(SENT.iter().map(of)).collect()
 }
 
-/// The memory of each kind of rank.
+/// Lines with the memory of each kind of rank.
 pub fn ranks(kinds: &[(Vec<usize>, usize)]) -> Vec<String> {
     let of = |(ranks, taken): &(Vec<usize>, usize)| {
         let ranks = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
@@ -138,7 +138,7 @@ pub fn ranks(kinds: &[(Vec<usize>, usize)]) -> Vec<String> {
     std::iter::once("memory of each rank:".to_owned()).chain(kinds.iter().map(of)).collect()
 }
 
-/// Lines with the least recomputation that fits a limit in bytes.
+/// Lines with the least recomputation with which the run fits a memory limit in bytes.
 pub fn least(found: &Least, recipe: &str, limit: usize) -> Vec<String> {
     let size = |n: usize| bytes(n as u64);
     let line = |what: &str, Recomputed { bytes, extra, .. }: &Recomputed| {
@@ -169,7 +169,7 @@ pub fn least(found: &Least, recipe: &str, limit: usize) -> Vec<String> {
     lines
 }
 
-/// The supported GPUs on which the run fits.
+/// Lines with the supported GPUs on which the run fits.
 pub fn gpus(prediction: &Prediction) -> String {
     let needed = prediction.device_bytes();
     let (fits, not): (Vec<_>, Vec<_>) = plan::GPUS.iter().partition(|gpu| needed <= gpu.bytes);

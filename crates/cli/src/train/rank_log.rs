@@ -8,7 +8,7 @@ use std::fs::{File, create_dir_all};
 use std::io::Write;
 use std::path::Path;
 
-/// A rank's log in the run's folder.
+/// The log file of a rank in the run's folder.
 pub struct RankLog {
     rank: usize,
     device: String,

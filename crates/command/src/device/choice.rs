@@ -15,11 +15,12 @@ pub enum Choice<C> {
     Gpus(Vec<usize>),
 }
 
-/// Chooses the device from the configuration and the probe's result, and explains the choice. `open` opens a GPU by its number. With
-/// several ranks, `met` is the number of ranks on this host. Each of them needs a GPU, and `nccl` says whether NCCL is usable.
+/// Chooses the device according to the configuration and the result of the probe, and explains the choice. `open` opens a GPU by its
+/// number. With several ranks, `met` is the number of ranks that are on this host. Each of these ranks needs a GPU, and `nccl` says whether
+/// NCCL is usable.
 ///
 /// # Errors
-/// A usage error if the configuration names a GPU that cannot be used; the error says what was found.
+/// Returns a usage error if the configuration names a GPU that cannot be used; the error says which GPUs were found.
 pub fn choose<C>(
     run: &RunConfig,
     met: Option<usize>,

@@ -10,7 +10,7 @@ use nibble_cuda::{Cuda, Launched};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Number of calls of an operation, and their time.
+/// The number of calls of an operation, and the time of these calls.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OpTime {
     /// The operation's name.
@@ -21,7 +21,7 @@ pub struct OpTime {
     pub time: Duration,
 }
 
-/// Peak rates of a device, which bound the time of each operation from below.
+/// Peak rates of a device; these rates determine the least possible time of each operation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Peaks {
     /// Measured memory rates.
@@ -46,7 +46,7 @@ pub trait Device: Kernels {
     /// Peak rates: memory rates measured on a 2.5 GiB buffer, arithmetic rates from the data sheet. `None` for an unknown device.
     ///
     /// # Errors
-    /// The device's error, if 2.5 GiB are not free.
+    /// Returns the device's error, if 2.5 GiB are not free.
     fn peaks(&self) -> Result<Option<Peaks>>;
     /// Bytes of the device that this process uses now, with its context, kernels and freed memory that it keeps; `None` if unknown.
     fn in_use(&self) -> Option<usize>;
@@ -55,19 +55,19 @@ pub trait Device: Kernels {
     /// Runs `work`, which issues its operations one by one, and returns the time of each operation, longest first.
     ///
     /// # Errors
-    /// The error of `work`.
+    /// Returns the error of `work`.
     fn profiled<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<OpTime>)>;
 
     /// Runs `work` and returns the launched kernels; a replayed kernel counts once per replay. The list is empty on a CPU.
     ///
     /// # Errors
-    /// The error of `work`.
+    /// Returns the error of `work`.
     fn logged<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<Launched>)>;
 
     /// Runs `work`, which replays the given launches, and returns a trace of the device; `None` if the device cannot be traced.
     ///
     /// # Errors
-    /// The error of `work`, or an error if CUPTI cannot be used.
+    /// Returns the error of `work`, or an error if CUPTI cannot be used.
     fn traced<R>(
         &self,
         launched: &[Launched],

@@ -20,14 +20,14 @@ use nibble_cuda::NcclComm;
 use nibble_cuda::comm::Sums;
 use nibble_train::config::{Reductions, RunConfig};
 
-/// Work on a device, which every rank runs.
+/// Work that every rank runs on its device.
 pub trait Work: Sync {
     /// The result of rank 0.
     type Out: Send;
     /// Runs the work of one rank.
     ///
     /// # Errors
-    /// Any error that ends the command.
+    /// Returns any error that ends the command.
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Self::Out>;
 
     /// Settings, in addition to the mesh, that must be equal on all rank processes before they start, as lines of TOML.
@@ -36,18 +36,18 @@ pub trait Work: Sync {
     }
 }
 
-/// A rank's backend, its mesh, and the reason why this backend was chosen.
+/// A rank's backend and mesh, and the reason why this backend was chosen.
 #[derive(Debug)]
 pub struct On<'a, B: Device> {
     /// The rank's backend.
     pub b: &'a B,
-    /// The communicators to the other ranks.
+    /// The communicators of this rank with the other ranks.
     pub mesh: Mesh<'a, B>,
     why: &'a str,
 }
 
 impl<B: Device> On<'_, B> {
-    /// Describes the device, and why it was chosen.
+    /// Describes the device, and why the device was chosen.
     pub fn describe(&self) -> String {
         let mesh = self.mesh.shape();
         let ranks = match (mesh.ranks(), mesh.dp) {
@@ -66,7 +66,7 @@ impl<B: Device> On<'_, B> {
     /// Gathers a number from every rank, in rank order.
     ///
     /// # Errors
-    /// The errors of the device and of other ranks.
+    /// Returns the errors of the device and of other ranks.
     pub fn on_all_ranks(&self, value: f64) -> Result<Vec<f64>> {
         let mine = self.b.upload(&[value])?;
         Ok(self.b.download(&self.mesh.all.all_gather_f64(self.b, &mine)?)?)
@@ -83,7 +83,7 @@ impl<B: Device> On<'_, B> {
 /// Runs the work on the device of this configuration, on all ranks, and returns the result of rank 0.
 ///
 /// # Errors
-/// A usage error if the device is unavailable, which says what was found; the errors of the work.
+/// Returns a usage error if the device is unavailable (the error says what was found), and passes on the errors of the work.
 pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
     let env = Env::read()?;
     let process = joined::this();

@@ -27,11 +27,11 @@ pub struct Launched {
     pub local_rank: usize,
     /// Number of processes on the process's host.
     pub local_world: usize,
-    /// Where the processes connect to each other.
+    /// The address at which the processes connect to each other.
     pub meeting: Meeting,
 }
 
-/// A launcher that starts the processes of a run.
+/// The kind of launcher that started the processes of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launcher {
     /// `nibble launch`.
@@ -55,7 +55,7 @@ impl fmt::Display for Launcher {
     }
 }
 
-/// Where the processes of a run connect to each other.
+/// The address at which the processes of a run connect to each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Meeting {
     /// HOST:PORT of the hub, which is in the process of `nibble launch`.
@@ -69,16 +69,16 @@ pub enum Meeting {
     },
 }
 
-/// How this process was launched; `None` if it has no launcher, or is the only process of its launcher.
+/// Determines how this process was launched; `None` if the process has no launcher, or is the only process of its launcher.
 ///
 /// `var` reads an environment variable; programs pass [`env::var`]. An empty variable counts as unset. `rendezvous` is HOST:PORT from the
 /// option `--rendezvous`. The option takes precedence over the variable `NIBBLE_RENDEZVOUS`, and both take precedence over a launcher's
-/// address. The exception is the address of `nibble launch`, because its hub exists already.
+/// address. The exception is the address that `nibble launch` sets, which takes precedence because its hub already exists.
 ///
 /// # Errors
-/// [`Error::Usage`] for variables that are not numbers, that are inconsistent, or that are missing although others of the same launcher are
-/// set. The same error is returned for a missing address (from both launcher and user), an invalid address, and `--rendezvous` without a
-/// launcher.
+/// Returns [`Error::Usage`] for variables that are not numbers, that are inconsistent, or that are missing although others of the same
+/// launcher are set. The same error is returned for a missing address (from both launcher and user), an invalid address, and `--rendezvous`
+/// without a launcher.
 pub fn launched(var: impl Fn(&str) -> Option<String>, rendezvous: Option<&str>) -> Result<Option<Launched>> {
     let vars = Vars(&var);
     let by_variable = || vars.get(env::RENDEZVOUS).map(|text| (env::RENDEZVOUS, text));
@@ -111,7 +111,7 @@ pub fn launched(var: impl Fn(&str) -> Option<String>, rendezvous: Option<&str>) 
     Ok(Some(Launched { launcher, rank, world, local_rank, local_world, meeting }))
 }
 
-/// This process's rank. The rank is 0 if the process is the only one, or if the variables are invalid, which [`launched`] reports.
+/// Returns the process's rank, which is 0 if the process is the only one, or if the variables are invalid, which [`launched`] reports.
 pub fn rank(var: impl Fn(&str) -> Option<String>) -> usize {
     who(&Vars(&var), None).ok().flatten().map_or(0, |(_, ranks)| ranks.rank)
 }
@@ -157,7 +157,7 @@ const MASTER_PORT: &str = "MASTER_PORT";
 const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
 const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
 
-/// The variables of all launchers except `nibble launch`.
+/// The environment variables of all launchers except `nibble launch`.
 pub fn variables() -> impl Iterator<Item = &'static str> {
     let numbers = [TORCHRUN, OPEN_MPI, HYDRA].into_iter().flat_map(|names| names.all());
     numbers.chain([MASTER_ADDR, MASTER_PORT, RUN_ID, RESTARTS]).chain(slurm::variables())
@@ -216,7 +216,7 @@ impl Names {
     }
 
     /// # Errors
-    /// If the numbers are inconsistent.
+    /// Returns an error if the numbers are inconsistent.
     fn check(&self, ranks: Ranks) -> Result<Ranks> {
         let Ranks { rank, world, local_rank, local_world } = ranks;
         let below = |name, value, limit_name, limit| match value < limit {

@@ -13,11 +13,11 @@ const MAKE: &str = "export NIBBLE_SECRET=$(head -c 32 /dev/urandom | base64)";
 /// The command that creates a secret in a file, for messages.
 const MAKE_FILE: &str = "(umask 077; head -c 32 /dev/urandom | base64 > secret)";
 
-/// The secret that authenticates the processes of a run, if it was given. The secret is the variable `NIBBLE_SECRET`, or otherwise the
-/// trimmed content of the file that `NIBBLE_SECRET_FILE` names. `read_file` reads that file; programs pass [`read_secret`].
+/// The secret that authenticates the processes of a run, if the user has given a secret. The secret is the variable `NIBBLE_SECRET`, or
+/// otherwise the trimmed content of the file that `NIBBLE_SECRET_FILE` names. `read_file` reads that file; programs pass [`read_secret`].
 ///
 /// # Errors
-/// [`Error::Usage`] for a secret of less than 16 bytes, and the error of `read_file`.
+/// Returns [`Error::Usage`] for a secret of less than 16 bytes, and the error of `read_file`.
 pub fn secret(
     var: impl Fn(&str) -> Option<String>,
     read_file: impl Fn(&Path) -> Result<String>,
@@ -41,7 +41,8 @@ pub fn secret(
 /// Reads the file that contains a secret.
 ///
 /// # Errors
-/// [`Error::Usage`] if the file cannot be read or is not a text file, or if, on Unix, users other than its owner can read or write it.
+/// Returns [`Error::Usage`] if the file cannot be read or is not a text file. On Unix, the same error is returned if users other than the
+/// file's owner can read or write the file.
 pub fn read_secret(path: &Path) -> Result<String> {
     let told = path.display();
     #[cfg(unix)]
@@ -64,7 +65,7 @@ fn refused(path: &Path, why: &dyn std::fmt::Display) -> Error {
     Error::usage(format!("{}: {}: {why}", env::SECRET_FILE, path.display()))
 }
 
-/// The error of processes launched without a secret.
+/// The error for processes that were launched without a secret.
 #[must_use]
 pub fn missing_secret(launched: &Launched) -> Error {
     let Launched { launcher, world, .. } = launched;
@@ -79,7 +80,7 @@ pub fn missing_secret(launched: &Launched) -> Error {
 /// join at the start (300 s or `NIBBLE_JOIN_DEADLINE`).
 ///
 /// # Errors
-/// [`Error::Usage`] for a variable that is not an integer number of seconds from 2 to 86400.
+/// Returns [`Error::Usage`] for a variable that is not an integer number of seconds from 2 to 86400.
 pub fn deadlines(var: impl Fn(&str) -> Option<String>) -> Result<(Duration, Duration)> {
     Ok((seconds(&var, env::DEADLINE, 30)?, seconds(&var, env::JOIN_DEADLINE, 300)?))
 }
@@ -87,7 +88,7 @@ pub fn deadlines(var: impl Fn(&str) -> Option<String>) -> Result<(Duration, Dura
 /// The time within which rows from other GPUs must arrive.
 ///
 /// # Errors
-/// The errors of [`deadlines`].
+/// Returns the errors of [`deadlines`].
 pub fn exchange_deadline(var: impl Fn(&str) -> Option<String>) -> Result<Duration> {
     seconds(&var, env::EXCHANGE_DEADLINE, 600)
 }

@@ -27,7 +27,7 @@ const SPECIAL_STEPS: u64 = 0xffff_fff0;
 /// This task's rank and the number of tasks; `None` if srun did not start this process.
 ///
 /// # Errors
-/// If variables are missing, invalid or inconsistent.
+/// Returns an error if variables are missing, invalid or inconsistent.
 pub fn ranks(vars: &Vars<'_>) -> Result<Option<Ranks>> {
     let Some(step) = vars.get(STEP) else { return Ok(None) };
     let wrong = || Error::usage(format!("{STEP}: got `{step}`, expected the number of a step"));
@@ -52,10 +52,10 @@ pub fn ranks(vars: &Vars<'_>) -> Result<Option<Ranks>> {
     names.check(Ranks { rank: of(RANK)?, world, local_rank: of(LOCAL_RANK)?, local_world }).map(Some)
 }
 
-/// Where the tasks connect: at the first node, which has task 0, at ports derived from the job and step numbers.
+/// The address at which the tasks connect: the first node, which has task 0, with ports derived from the numbers of the job and the step.
 ///
 /// # Errors
-/// If variables are missing or invalid.
+/// Returns an error if variables are missing or invalid.
 pub fn meeting(vars: &Vars<'_>) -> Result<Meeting> {
     let (name, list) = first(vars, HOSTS)?;
     let node = first_host(&list).and_then(|node| host(name, &node).ok()).ok_or_else(|| {

@@ -13,7 +13,7 @@ pub(super) fn is_device_path(path: &Path) -> bool {
 /// Opens an existing path for writing. This function never waits for a reader.
 ///
 /// # Errors
-/// The reason why the path cannot be written to, and what the user can do.
+/// Returns the reason why the path cannot be written to, and what the user can do.
 #[cfg(unix)]
 pub(super) fn open(path: &Path) -> Result<File, String> {
     use std::os::fd::{AsFd, OwnedFd};

@@ -9,7 +9,7 @@ use std::fmt;
 use std::io::{self, BufReader, Read};
 use std::path::Path;
 
-/// The mark of a file written by a command.
+/// The mark by which a command recognises a file as the output of a command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Mark {
     /// An SVG picture that names the command in the attribute `data-generator`.
@@ -44,7 +44,7 @@ impl Mark {
     /// The key that names the writer, in JSON objects and in metadata.
     pub const GENERATOR: &'static str = "generator";
 
-    /// The JSON text of an object, to which the mark is added.
+    /// Converts an object to JSON text, with the mark added.
     pub fn json(&self, mut object: Value) -> String {
         if let (Self::Figures(by), Value::Object(keys)) = (self, &mut object) {
             keys.insert(Self::GENERATOR.to_owned(), Value::from(*by));
@@ -52,7 +52,7 @@ impl Mark {
         format!("{object:#}\n")
     }
 
-    /// The picture with the mark added.
+    /// Returns the SVG image with the mark added.
     pub fn svg(&self, picture: &str) -> String {
         picture.replacen("<svg", &self.beginning(), 1)
     }

@@ -26,7 +26,7 @@ pub struct Force {
     pub force: bool,
 }
 
-/// The outputs of a command, which are checked against its inputs.
+/// The outputs of a command, each of which is checked against the command's inputs and other outputs.
 #[derive(Debug)]
 pub struct Outputs {
     force: bool,
@@ -35,7 +35,7 @@ pub struct Outputs {
     taken: Vec<PathBuf>,
 }
 
-/// A checked path of an output.
+/// The path of an output, after it was checked.
 #[derive(Debug)]
 #[must_use = "an output that is not written was asked for"]
 pub struct Output {
@@ -46,7 +46,8 @@ pub struct Output {
 }
 
 impl Outputs {
-    /// The outputs of a command that reads `inputs`. Inputs that do not exist cannot collide with an output.
+    /// Creates the outputs of a command that reads the files `inputs`. Inputs that do not exist are ignored, because no output can
+    /// overwrite them.
     pub fn new(force: Force, inputs: impl IntoIterator<Item = PathBuf>) -> Self {
         Self { force: force.force, inputs: inputs.into_iter().collect(), taken: Vec::new() }
     }
@@ -56,11 +57,11 @@ impl Outputs {
         self.force
     }
 
-    /// Checks a path for an output that has this mark.
+    /// Checks the path of an output whose file has this mark.
     ///
     /// # Errors
-    /// A usage error if the path is an input, another output or a file of a run; if the file exists without the mark and `--force` is not
-    /// given; or if the path cannot be written.
+    /// Returns a usage error if the path is an input, another output or a file of a run, if the file exists without the mark and `--force`
+    /// is not given, or if the path cannot be written.
     pub fn named(&mut self, path: &Path, mark: &Mark) -> Result<Output> {
         let place = resolved(path);
         if is_of_a_run(&place) {
@@ -74,7 +75,7 @@ impl Outputs {
     /// Checks the path of a file that a run wrote and that this command rewrites.
     ///
     /// # Errors
-    /// A usage error if the path is an input or another output, or cannot be written.
+    /// Returns a usage error if the path is an input or another output, or cannot be written.
     pub fn of_run(&mut self, path: &Path) -> Result<Output> {
         self.checked(path, resolved(path), &|| Ok(true), "")
     }
@@ -117,7 +118,7 @@ impl Outputs {
 }
 
 impl Output {
-    /// The path as the user gave it.
+    /// The path in the form in which the user gave it.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -130,7 +131,7 @@ impl Output {
     /// Writes the whole content.
     ///
     /// # Errors
-    /// The error of the system; an existing file is then unchanged.
+    /// Returns the error of the operating system; an existing file is then unchanged.
     pub fn write(self, content: impl AsRef<[u8]>) -> Result<()> {
         self.write_with(|to| to.write_all(content.as_ref()))
     }
@@ -138,7 +139,7 @@ impl Output {
     /// Writes the content that `fill` produces, piece by piece.
     ///
     /// # Errors
-    /// The errors of [`Output::write`], and the error of `fill`.
+    /// Returns the errors of [`Output::write`], and the error of `fill`.
     pub fn write_with(self, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
         let Self { path, direct } = self;
         let written = match direct {

@@ -78,7 +78,7 @@ async fn frame(line: &mut Line) -> std::result::Result<Bytes, Refusal> {
     }
 }
 
-/// Decodes a hub's first message.
+/// Decodes a hub's first message to a new connection.
 pub fn hello(frame: Bytes) -> std::result::Result<Hello, Refusal> {
     let hello: Hello = decode_whole(frame).map_err(|_| Refusal::NoHub)?;
     match (hello.magic == MAGIC, hello.protocol) {
@@ -88,7 +88,7 @@ pub fn hello(frame: Bytes) -> std::result::Result<Hello, Refusal> {
     }
 }
 
-/// The rank's answer to the hub's greeting.
+/// Creates the rank's answer to the hub's greeting.
 pub fn entry(hello: &Hello, secret: &Secret, join: &Join) -> Result<Entry> {
     let nonce = nonce()?;
     let join =

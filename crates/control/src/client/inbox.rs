@@ -7,7 +7,7 @@ use bytes::Bytes;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// State of a rank that the hub has admitted.
+/// The state of a rank after the hub has admitted the rank.
 pub struct Inbox {
     world: usize,
     hub_is_rank_0: bool,
@@ -20,7 +20,7 @@ pub struct Inbox {
     ears: Arc<dyn Ears>,
 }
 
-/// Stage of the run, from the point of view of this rank.
+/// The stage of the run, from the point of view of this rank.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Stage {
     /// Ranks are joining.
@@ -45,7 +45,7 @@ impl Inbox {
         &self.stage
     }
 
-    /// Why the run has failed.
+    /// The reason why the run has failed, if the run has failed.
     pub fn failure(&self) -> Option<&Failure> {
         match &self.stage {
             Stage::Failed { failure, .. } => Some(failure),
@@ -53,7 +53,8 @@ impl Inbox {
         }
     }
 
-    /// Handles a message. Returns the notification for the callbacks, which run without the lock. The error describes an invalid message.
+    /// Handles a message of the hub, and returns the notification for the client's callbacks, which run without the lock. The error
+    /// describes an invalid message.
     pub fn hear(&mut self, frame: Bytes) -> Result<Option<Tell>, String> {
         if matches!(self.stage, Stage::Left | Stage::Failed { .. }) {
             return Ok(None);
@@ -90,7 +91,7 @@ impl Inbox {
         was_running.then_some(Tell::Failed(failure))
     }
 
-    /// Handles the loss of the hub.
+    /// Handles the loss of the connection to the hub.
     pub fn lose(&mut self, cause: String) -> Option<Tell> {
         let mut failure = Failure { cause, ..Failure::default() };
         if self.hub_is_rank_0 {

@@ -20,8 +20,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// Callbacks of a client. The callbacks run on the client's thread, which also reads and sends heartbeats. So callbacks must not block, and
-/// must not call [`Client::fail`] or [`Client::leave`].
+/// Callbacks of a client. The callbacks run on the client's thread, which also reads and sends heartbeats. Therefore callbacks must not
+/// block, and must not call [`Client::fail`] or [`Client::leave`].
 pub trait Ears: Send + Sync {
     /// Called for rows from another rank. Rows of one rank arrive in the order in which that rank sent them.
     fn rows(&self, from: usize, rows: Rows);
@@ -33,7 +33,7 @@ pub trait Ears: Send + Sync {
     fn overdue(&self, failure: &Failure);
 }
 
-/// A rank's membership in a run. If a client is dropped before it has left, the other ranks consider its rank failed.
+/// A rank's connection to a run. If a client is dropped before it has left the run, the other ranks treat its rank as failed.
 pub struct Client {
     shared: Arc<Shared>,
     limits: Limits,
@@ -58,11 +58,11 @@ impl Client {
     /// Finds the run's hub, and returns after all ranks have joined and the hub has confirmed that their settings are equal.
     ///
     /// The addresses, each `HOST:PORT`, are tried in order and repeatedly until `limits.join` has passed. An address is skipped if nothing
-    /// listens there, or if another run's hub answers. `status` returns the rank's status; it must not block.
+    /// listens there, or if another run's hub answers. `status` returns the rank's status; this function must not block.
     ///
     /// # Errors
-    /// If no hub with this secret is found; if the hub refuses this rank or another rank; or if the run fails before all ranks have joined.
-    /// With a single address, a hub with another secret is an immediate error.
+    /// Returns an error if no hub with this secret is found, if the hub refuses this rank or another rank, or if the run fails before all
+    /// ranks have joined. If there is only a single address, a hub with another secret causes an immediate error.
     pub fn join(
         addresses: &[String],
         secret: &Secret,
@@ -102,8 +102,8 @@ impl Client {
         Ok(client)
     }
 
-    /// Queues rows for another rank without blocking. Rows are sent in the order of these calls; after the run has failed, they are
-    /// dropped.
+    /// Queues rows of data for another rank, without blocking. Rows are sent in the order of these calls; after the run has failed, rows
+    /// are dropped.
     pub fn send(&self, to: usize, rows: Rows) {
         if self.failure().is_some() {
             return;
@@ -118,8 +118,8 @@ impl Client {
         self.shared.queue.extend(frames);
     }
 
-    /// Tells the hub that this rank has failed, and waits at most a quarter of a deadline until the hub has told all ranks. The run's
-    /// failure is the first one; [`Client::failure`] returns it. Returns whether the hub has confirmed a failure.
+    /// Tells the hub that this rank has failed. Waits until the hub has told all ranks, but at most a quarter of a deadline. The first
+    /// failure is the failure of the run; [`Client::failure`] returns it. The result says whether the hub has confirmed a failure.
     pub fn fail(&self, cause: &str, is_user_error: bool) -> bool {
         let mut cause = cause.to_owned();
         crate::failure::cut(&mut cause, crate::failure::CAUSE);
@@ -129,15 +129,15 @@ impl Client {
         matches!(stage, Stage::Failed { is_from_hub: true, .. })
     }
 
-    /// Why the run has failed, if it has.
+    /// The reason why the run has failed, if the run has failed.
     pub fn failure(&self) -> Option<Failure> {
         locked(&self.shared.inbox).failure().cloned()
     }
 
-    /// Leaves the run: sends all queued frames, and waits until the hub has confirmed.
+    /// Leaves the run: sends all queued frames, and waits until the hub has confirmed that the rank has left.
     ///
     /// # Errors
-    /// The run's failure, if the run fails first.
+    /// Returns the run's failure, if the run fails first.
     pub fn leave(self) -> Result<(), Failure> {
         self.shared.queue.push(Up::Leave);
         match self.wait(None) {
@@ -146,7 +146,7 @@ impl Client {
         }
     }
 
-    /// Cuts the connection, as a network failure would; for fault tests.
+    /// For fault tests: cuts the connection, as a network failure would.
     pub fn disconnect(&self) {
         self.shared.cut.notify_one();
     }

@@ -6,8 +6,9 @@ use crate::join::Join;
 /// Maximum number of ranks that a message names; further ranks are only counted.
 const NAMED: usize = 16;
 
-/// The reason why a process that knows the secret is not a rank of this run; `None` if it is a rank. `members` has an entry per rank, which
-/// is `None` until the rank joins. The new rank's settings are compared with those of the lowest-numbered rank that has joined.
+/// Checks whether a process that knows the secret is a rank of this run. The result is `None` if so, and otherwise the reason why not.
+/// `members` has an entry per rank, which is `None` until the rank joins. The new rank's settings are compared with those of the
+/// lowest-numbered rank that has joined.
 pub fn refusal(members: &[Option<&Join>], join: &Join) -> Option<String> {
     let world = members.len();
     let other = members.iter().copied().flatten().next();

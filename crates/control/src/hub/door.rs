@@ -49,7 +49,8 @@ async fn meet(stream: TcpStream, secret: &Secret) -> Option<(Line, Join)> {
     Some((line.trust(), join?))
 }
 
-/// The answer to an entry, and the settings of the rank if it is admitted. `None` if the frame is not an entry.
+/// The hub's answer to an entry, and the settings of the rank if the hub admits the rank. The result is `None` if the frame is not an
+/// entry.
 pub fn judge(secret: &Secret, hub: &[u8; 32], frame: Bytes) -> Option<(Answer, Option<Join>)> {
     let entry: Entry = decode_whole(frame).ok()?;
     if !secret.proves(Side::Client, hub, &entry.nonce, &entry.join, &entry.proof) {

@@ -15,7 +15,7 @@ use std::time::Instant;
 use tokio::io::{copy, sink};
 use tokio::time::timeout_at;
 
-/// Serves the connection until the rank is gone, or until a deadline after the rank was told of a failure.
+/// Serves a rank's connection until the rank is gone, or until a deadline has passed after the rank was told of a failure.
 pub async fn serve(line: Line, join: Join, shared: Arc<Shared>) {
     let Line { incoming, outgoing } = line;
     let queue = Arc::new(Queue::new());

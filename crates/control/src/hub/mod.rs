@@ -22,7 +22,7 @@ use std::time::Instant;
 use tokio::sync::Notify;
 use tokio::time::sleep_until;
 
-/// The hub of a run, on a separate thread. Dropping it cuts all connections, so every rank that has not left fails.
+/// The hub of a run, which works on a separate thread. Dropping the hub cuts all connections, so every rank that has not left fails.
 pub struct Hub {
     shared: Arc<Shared>,
     address: SocketAddr,
@@ -45,7 +45,7 @@ impl Hub {
     /// Starts the hub of a run of `world` ranks on a listener.
     ///
     /// # Errors
-    /// If `world` is 0, or if the system refuses the thread or the listener.
+    /// Returns an error if `world` is 0, or if the system refuses the thread or the listener.
     pub fn start(listener: TcpListener, secret: Secret, world: usize, limits: Limits) -> Result<Self> {
         if world == 0 {
             return Err(Error::NoRanks);
@@ -81,13 +81,13 @@ impl Hub {
         Ok(Self { shared, address, thread })
     }
 
-    /// The address on which the hub listens.
+    /// The address on which the hub accepts connections.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Reports that a rank's process has ended, and how, for example `it was killed by SIGKILL`. The end of a process fails the run, unless
-    /// the rank has left or has reported an error.
+    /// Reports to the hub that a rank's process has ended, with a description such as `it was killed by SIGKILL`. The end of a process
+    /// fails the run, unless the rank has left or has reported an error.
     pub fn ended(&self, rank: usize, how: &str) {
         self.shared.with(|room| room.ended(Instant::now(), rank, how));
     }
@@ -97,15 +97,16 @@ impl Hub {
         self.shared.with(|room| room.fail(Instant::now(), failure));
     }
 
-    /// The reason why the run has failed, if it has.
+    /// The reason why the run has failed, if the run has failed.
     pub fn failure(&self) -> Option<Failure> {
         locked(&self.shared.room).failure().cloned()
     }
 
-    /// Waits until all ranks have left. After a failure, waits until all connections are closed, but at most a deadline.
+    /// Waits until all ranks have left the run. After a failure, this function waits until all connections are closed, but not longer than
+    /// a deadline.
     ///
     /// # Errors
-    /// The failure of the run.
+    /// Returns the failure of the run, if the run fails.
     pub fn wait(self) -> Result<(), Failure> {
         let mut room = locked(&self.shared.room);
         loop {

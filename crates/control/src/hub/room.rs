@@ -58,7 +58,7 @@ struct Suspect {
     echo: Option<Failure>,
 }
 
-/// How a rank's connection was lost.
+/// How the connection to a rank was lost.
 pub enum Loss {
     /// The connection was closed.
     Closed,
@@ -81,7 +81,7 @@ impl Room {
         }
     }
 
-    /// The reason why the run has failed, if it has.
+    /// The reason why the run has failed, if the run has failed.
     pub fn failure(&self) -> Option<&Failure> {
         self.failure.as_ref().map(|(failure, _)| failure)
     }
@@ -96,7 +96,7 @@ impl Room {
         self.seats.first().map(|seat| seat.status.clone()).unwrap_or_default()
     }
 
-    /// The time at which the next call of [`Room::tick`] will change something.
+    /// The time at which the next call of [`Room::tick`] will have an effect.
     pub fn due(&self) -> Option<Instant> {
         if self.failure.is_some() {
             return None;
@@ -105,7 +105,7 @@ impl Room {
         join.into_iter().chain(self.suspect.as_ref().map(|suspect| suspect.until)).min()
     }
 
-    /// The time until which a connection is read, if its last frame arrived at `heard`.
+    /// The time until which the hub reads from a connection whose last frame arrived at `heard`.
     pub fn read_until(&self, heard: Instant) -> Instant {
         match &self.failure {
             Some((_, at)) => *at + self.limits.deadline,
@@ -119,7 +119,7 @@ impl Room {
         Some(if self.links == 0 { at } else { at + self.limits.deadline })
     }
 
-    /// Admits an authenticated process. Returns its rank, or the reason why it is refused.
+    /// Admits an authenticated process as a rank, and returns its rank number, or the reason why the process is refused.
     pub fn enter(&mut self, now: Instant, join: Join, queue: Arc<Queue<Down>>) -> Result<usize, Failure> {
         self.links += 1;
         if let Some(failure) = self.failure() {
@@ -264,7 +264,7 @@ impl Room {
         self.links = self.links.saturating_sub(1);
     }
 
-    /// Fails the run, unless it has already failed. The message to each rank goes ahead of the rank's queued messages.
+    /// Fails the run, unless it has already failed. Each rank gets the failure before the other messages that are queued for the rank.
     pub fn fail(&mut self, now: Instant, failure: Failure) {
         if self.failure.is_some() || self.left.is_some() {
             return;

@@ -15,7 +15,7 @@ pub(super) struct Bands {
     pub seeds: usize,
     /// Training loss, in nats.
     pub losses: Band,
-    /// Relative difference from the baseline's loss over pairs, in per cent. Empty for the baseline.
+    /// The relative difference from the baseline's loss, over pairs of runs, in per cent. Empty for the baseline.
     pub differences: Band,
 }
 

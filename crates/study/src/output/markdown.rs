@@ -3,7 +3,8 @@
 use super::words::{self, COLUMNS};
 use crate::results::{CellState, ConfigResults, GroupResults, Results};
 
-/// The tables of a study: for each configuration, the comparisons and all runs, including runs that are missing, diverged or failed.
+/// Formats the tables of a study. For each configuration, the tables contain the comparisons and all runs, including runs that are missing,
+/// diverged or failed.
 #[must_use]
 pub fn markdown(results: &Results) -> String {
     let mut text = format!("# {}\n\n", escaped(&results.study));

@@ -6,8 +6,9 @@ use crate::results::{Comparison, Lag, Measure, Results};
 const COLUMNS: &str = "config,group,recipe,measure,planned,pairs,diverged,baseline_diverged,failed,not_run,mean_percent,sd_percent,low_percent,high_percent,p,p_holm,verdict,detectable_percent,\
                        steps_behind,speed_ratio,energy_ratio";
 
-/// One line for each configuration, group, recipe and measure (`training`, `held_out`). A missing number is an empty field. `steps_behind` is negative for a recipe that is ahead,
-/// and `more than the run` if the difference exceeds the run.
+/// Formats the results as CSV, with one line for each configuration, group, recipe and measure (`training`, `held_out`). A missing number
+/// becomes an empty field. `steps_behind` is negative if the recipe is ahead of the baseline, and `more than the run` if the difference
+/// exceeds the run's length.
 #[must_use]
 pub fn csv(results: &Results) -> String {
     let mut text = format!("{COLUMNS}\n");

@@ -10,10 +10,11 @@ use crate::study::Study;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use plotters::style::RGBColor;
 
-/// The page of a study: for each configuration, the comparisons, the curves with bands of one standard deviation over seeds, and all runs.
+/// The HTML page of a study. For each configuration, the page has the comparisons, the curves with bands of one standard deviation over
+/// seeds, and all runs.
 ///
 /// # Errors
-/// [`Error::Picture`] if the plotting library fails.
+/// Returns [`Error::Picture`] if the plotting library fails.
 pub fn html(study: &Study, rows: &Rows) -> Result<String> {
     let results = Results::of(study, rows);
     let mut configs = Vec::new();

@@ -27,7 +27,7 @@ pub(super) fn color(place: usize) -> RGBColor {
 
 /// A curve with its band.
 pub(super) struct Line<'a> {
-    /// The recipe's index in the study.
+    /// The index of the recipe in the study, which determines its colour.
     pub place: usize,
     pub band: &'a Band,
 }
@@ -45,7 +45,7 @@ pub(super) enum Zero {
 /// included the first values would leave little space for the others.
 ///
 /// # Errors
-/// The error from the plotting library, or an error if there is nothing to draw.
+/// Returns the error from the plotting library, or an error if there is nothing to draw.
 pub(super) fn svg(title: &str, axis: &str, zero: Zero, lines: &[Line<'_>]) -> Result<String, String> {
     let mut text = String::new();
     draw(title, axis, zero, lines, SVGBackend::with_string(&mut text, SIZE).into_drawing_area())?;

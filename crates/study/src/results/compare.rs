@@ -9,12 +9,13 @@ use crate::statistics::{Paired, holm, minimum_detectable};
 use crate::study::{Group, Study};
 use serde::Serialize;
 
-/// The level of the tests before Holm's correction: the probability of calling at least one recipe of a configuration different although none is.
+/// The significance level of the tests before Holm's correction: the probability that at least one recipe of a configuration is called
+/// different although none is.
 pub const ALPHA: f64 = 0.05;
-/// The power for which detectable differences are reported.
+/// The statistical power for which detectable differences are reported.
 pub const POWER: f64 = 0.8;
 
-/// The conclusion about a recipe.
+/// The conclusion about a recipe, compared with the baseline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
@@ -41,50 +42,49 @@ impl Verdict {
     }
 }
 
-/// The comparison of one kind of loss.
+/// The comparison of a recipe with the baseline by one kind of loss.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Measure {
-    /// Seeds, in the study's order, each with the relative difference of the losses in per cent: 100 · (L_recipe / L_baseline − 1). The
-    /// differences are the relative losses of equation 4 in *HiFloat4 Format for Language Model Pre-training on Ascend NPUs* (arXiv
-    /// 2604.08826).
+    /// For each seed, in the study's order, the relative difference of the losses in per cent: 100 · (L_recipe / L_baseline − 1). These
+    /// relative losses are defined in equation 4 of *HiFloat4 Format for Language Model Pre-training on Ascend NPUs* (arXiv 2604.08826).
     pub differences: Vec<(u64, f64)>,
-    /// Mean and spread of the differences, in per cent.
+    /// The mean and the spread of the differences, in per cent.
     pub paired: Option<Paired>,
-    /// The p-value after Holm's correction over the comparisons of the configuration.
+    /// The p-value after Holm's correction for all comparisons of the configuration.
     pub p_holm: Option<f64>,
-    /// The conclusion from the corrected p-value.
+    /// The conclusion that follows from the corrected p-value.
     pub verdict: Verdict,
-    /// The smallest true difference, in per cent, that the planned number of seeds resolves with probability [`POWER`], assuming the measured standard deviation. The level is
-    /// [`ALPHA`] / family, the strictest step of Holm's correction.
+    /// The smallest true difference, in per cent, that the planned number of seeds detects with probability [`POWER`] if the standard
+    /// deviation is the measured one. The significance level is [`ALPHA`] / family, which is the strictest step of Holm's correction.
     pub detectable: Option<f64>,
 }
 
-/// The spread of pairs over all recipes of a configuration. With few seeds, this estimate is much more precise than an estimate for one
-/// recipe.
+/// The spread of paired differences, pooled over all recipes of a configuration. With few seeds, this pooled estimate is much more precise
+/// than the estimate for a single recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Pooled {
     /// Standard deviation of the paired differences of training losses, in per cent.
     pub sd: f64,
-    /// Degrees of freedom. The true number is smaller, because recipes share their baseline's runs.
+    /// Degrees of freedom of `sd`. The true number is smaller, because recipes share the runs of their baseline.
     pub freedom: usize,
-    /// [`Measure::detectable`], computed with this standard deviation.
+    /// The value of [`Measure::detectable`], computed with this pooled standard deviation.
     pub detectable: Option<f64>,
 }
 
-/// Number of finished pairs, and the reasons why other planned pairs are missing.
+/// The number of finished pairs of runs, and the numbers of planned pairs that are missing, by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Counts {
     /// Number of seeds of the study.
     pub planned: usize,
-    /// Number of pairs in which both runs are finished.
+    /// Number of pairs (recipe and baseline with the same seed) in which both runs are finished.
     pub pairs: usize,
     /// Number of seeds for which the run of this recipe diverged.
     pub diverged: usize,
-    /// Number of seeds for which the baseline's run diverged and the run of this recipe did not.
+    /// Number of seeds for which the baseline's run diverged but the run of this recipe did not.
     pub baseline_diverged: usize,
-    /// Number of seeds for which one of the two runs failed and none diverged.
+    /// Number of seeds for which at least one of the two runs failed and neither diverged.
     pub failed: usize,
-    /// Number of remaining seeds, for which a run of the pair is missing.
+    /// Number of remaining seeds, for which at least one run of the pair has not been run.
     pub not_run: usize,
 }
 
@@ -93,19 +93,20 @@ pub struct Counts {
 pub struct Comparison {
     /// The recipe.
     pub recipe: String,
-    /// The numbers of finished and missing pairs.
+    /// The numbers of finished and missing pairs of runs.
     pub counts: Counts,
-    /// Comparison of the training loss, the mean over the last tenth of the steps. The verdict on the recipe is the verdict of this
-    /// measure.
+    /// The comparison of the training loss, averaged over the last tenth of the steps. The verdict on the recipe is the verdict of this
+    /// comparison.
     pub training: Measure,
-    /// Comparison of the held-out loss at the last step at which both runs of a pair were evaluated. The p-values of the held-out loss are corrected separately.
+    /// Comparison of the held-out loss at the last step at which both runs of a pair were evaluated. The p-values of the held-out loss are
+    /// corrected separately from those of the training loss.
     pub held_out: Measure,
-    /// The difference of training losses, converted to steps of the baseline.
+    /// The difference of training losses, converted to a number of steps of the baseline.
     pub lag: Lag,
-    /// Tokens per second relative to the baseline: the mean ratio over pairs that ran on the same kind of device.
+    /// Tokens per second relative to the baseline: the mean ratio over the pairs that ran on the same kind of device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub speed: Option<f64>,
-    /// Joules per token relative to the baseline: the mean ratio over the same pairs.
+    /// Joules per token relative to the baseline: the mean ratio over the pairs that ran on the same kind of device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub energy: Option<f64>,
 }

@@ -8,16 +8,17 @@ use crate::statistics::two_sided_quantile;
 use crate::study::Study;
 use serde::Serialize;
 
-/// The effect of chaos alone on the mean training loss of the last tenth.
+/// The effect of chaos alone on the training loss averaged over the last tenth of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct NoiseFloor {
-    /// Number of runs of the baseline, perturbed or not, from which the floor is computed.
+    /// Number of runs of the baseline, with and without a perturbation, from which the floor is computed.
     pub runs: usize,
     /// Degrees of freedom: number of runs minus number of seeds.
     pub freedom: usize,
-    /// Standard deviation of a run around the mean of its seed, in per cent of that mean, pooled over seeds.
+    /// The standard deviation of a run around the mean of the runs with its seed, in per cent of that mean, pooled over seeds.
     pub sd: f64,
-    /// The 95 % bound of the mean difference over the planned seeds between two recipes that differ by chaos alone, in per cent: t(0.975, freedom) · √2 · sd / √seeds.
+    /// If two recipes differ by chaos alone, the 95 % bound of their mean difference over the planned seeds, in per cent: t(0.975, freedom)
+    /// · √2 · sd / √seeds.
     pub bound: f64,
 }
 

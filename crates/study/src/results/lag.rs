@@ -3,7 +3,7 @@
 use crate::row::Row;
 use serde::Serialize;
 
-/// The number of baseline steps that corresponds to a difference of losses.
+/// A difference of losses, expressed as the number of baseline steps that changes the loss as much.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "is", content = "steps")]
 pub enum Lag {

@@ -17,7 +17,7 @@ pub use compare::{ALPHA, Comparison, Counts, Measure, POWER, Pooled, Verdict};
 pub use floor::NoiseFloor;
 pub use lag::Lag;
 
-/// The state of a cell.
+/// The state of a cell: whether the cell has been run, and with which result.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "is")]
 pub enum State {
@@ -53,7 +53,7 @@ pub struct CellState {
     pub kind: String,
     /// The cell's recipe.
     pub recipe: String,
-    /// Number of the repetition of the noise floor, from 1; `None` for other cells.
+    /// In the noise floor, the number of this repetition, from 1; `None` for other cells.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub repeat: Option<u64>,
     /// The cell's seed.
@@ -92,11 +92,11 @@ pub struct ConfigResults {
     pub config: String,
     /// Number of optimizer steps of a run.
     pub steps: u64,
-    /// Number of comparisons that Holm's correction counts.
+    /// Number of comparisons for which Holm's correction is made.
     pub family: usize,
-    /// The spread of pairs over all recipes.
+    /// The spread of paired differences over all recipes.
     pub pooled: Option<Pooled>,
-    /// The results for runs and for branches.
+    /// The results of each group: runs, and branches.
     pub groups: Vec<GroupResults>,
     /// The states of the trunks of branches.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -120,7 +120,7 @@ pub struct Results {
     pub rows: usize,
     /// The results for each configuration, in the study's order.
     pub configs: Vec<ConfigResults>,
-    /// Where the rows ran, and warnings for the reader: several commits or devices, stale rows.
+    /// Notes for the reader: where the rows were measured, and warnings about several commits or devices and about stale rows.
     pub notes: Vec<String>,
 }
 
@@ -141,8 +141,9 @@ impl Results {
         }
     }
 
-    /// The standard deviation of paired differences of training losses, in per cent of the baseline's loss, pooled over all configurations and recipes with at least two pairs.
-    /// `None` if there are no such pairs. A pilot study measures this number; see [`Plan::of`](crate::Plan::of).
+    /// The standard deviation of paired differences of training losses, in per cent of the baseline's loss, pooled over all configurations
+    /// and recipes with at least two pairs. The result is `None` if there are no such pairs. A pilot study measures this standard deviation
+    /// for the plan of a larger study; see [`Plan::of`](crate::Plan::of).
     #[must_use]
     pub fn pooled_sd(&self) -> Option<f64> {
         let groups = self.configs.iter().flat_map(|config| &config.groups);

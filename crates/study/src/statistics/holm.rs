@@ -3,8 +3,9 @@
 /// Adjusted p-values by Holm's step-down procedure (S. Holm, *A simple sequentially rejective multiple test procedure*, Scandinavian Journal of Statistics 6,
 /// 1979): the k-th smallest of `family` p-values is multiplied by `family − k + 1`, each is at least the one before it, and none exceeds 1.
 ///
-/// `family` is the number of planned comparisons. A comparison without a p-value counts as the largest p-value, so that a result does not become weaker when the missing p-value
-/// arrives. A `family` smaller than the number of p-values is increased to that number. The result is in the order of `p`.
+/// `family` is the number of planned comparisons, including those whose p-value is missing. A missing p-value counts as the largest
+/// p-value, so that a result cannot become weaker when the missing p-value arrives. A `family` smaller than the number of p-values is
+/// increased to that number. The result has the order of `p`.
 #[must_use]
 pub fn holm(p: &[Option<f64>], family: usize) -> Vec<Option<f64>> {
     let mut order: Vec<usize> = (0..p.len()).filter(|&i| p[i].is_some()).collect();

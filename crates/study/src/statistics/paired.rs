@@ -3,25 +3,25 @@
 use super::student::{two_sided_p, two_sided_quantile};
 use serde::{Deserialize, Serialize};
 
-/// Mean and spread of paired differences, and inferences about their expectation. All values have the unit of the differences.
+/// The mean and the spread of paired differences, and inferences about their expected value. All values have the unit of the differences.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Paired {
     /// Number of pairs.
     pub pairs: usize,
-    /// Mean of the differences, summed in the given order.
+    /// Mean of the differences, which are summed in the given order.
     pub mean: f64,
     /// Standard deviation of the differences, with `pairs − 1` in the denominator. `None` for one pair.
     pub sd: Option<f64>,
-    /// Half the width of the 95 % interval, t(0.975, pairs − 1) · sd / √pairs. `None` for one pair.
+    /// Half the width of the 95 % confidence interval: t(0.975, pairs − 1) · sd / √pairs. `None` for one pair.
     pub half_width: Option<f64>,
     /// Two-sided p-value of the hypothesis that the expected difference is 0. `None` for one pair.
     pub p: Option<f64>,
 }
 
 impl Paired {
-    /// Computes the test from these differences, one per pair; `None` if there are none.
+    /// Computes the paired t test from these differences, one per pair; `None` if there are no differences.
     ///
-    /// If all differences are equal, p is 1 if they are 0, and otherwise 0.
+    /// If all differences are equal, p is 1 if the differences are 0, and 0 otherwise.
     #[must_use]
     pub fn of(differences: &[f64]) -> Option<Self> {
         let pairs = differences.len();
@@ -44,14 +44,15 @@ impl Paired {
         Some(Self { pairs, mean, sd: Some(sd), half_width: Some(half_width), p: Some(p) })
     }
 
-    /// The 95 % interval of the expected difference.
+    /// The 95 % confidence interval of the expected difference.
     #[must_use]
     pub fn interval(&self) -> Option<(f64, f64)> {
         self.half_width.map(|half| (self.mean - half, self.mean + half))
     }
 }
 
-/// Standard deviation, with the number of values minus one in the denominator; `None` for fewer than two values. Sums follow the order of the values.
+/// Standard deviation, with the number of values minus one in the denominator; `None` for fewer than two values. The values are summed in
+/// the order in which they are given.
 #[must_use]
 pub fn sd(values: &[f64]) -> Option<f64> {
     let n = values.len() as f64;

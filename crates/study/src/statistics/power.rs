@@ -84,8 +84,8 @@ pub fn minimum_detectable(sd: f64, pairs: usize, alpha: f64, wanted: f64) -> Opt
     Some(sd * high)
 }
 
-/// The smallest number of pairs with which an expected difference of `effect` is detected with probability `power`; `None` if this number
-/// is above `most`. `effect` and `sd` have the same unit.
+/// The smallest number of pairs with which a test detects an expected difference of `effect` with probability `power`; `None` if this
+/// number is above `most`. `effect` and `sd` have the same unit.
 #[must_use]
 pub fn pairs_for(effect: f64, sd: f64, alpha: f64, wanted: f64, most: usize) -> Option<usize> {
     let effect = effect.abs() / sd;

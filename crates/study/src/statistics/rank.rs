@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 pub struct RankCorrelation {
     /// Number of pairs.
     pub pairs: usize,
-    /// Spearman's ρ, from −1 to 1.
+    /// Spearman's rank correlation ρ, from −1 to 1.
     pub rho: f64,
-    /// The 95 % interval. `None` for fewer than four pairs.
+    /// The 95 % confidence interval; `None` for fewer than four pairs.
     pub interval: Option<(f64, f64)>,
 }
 

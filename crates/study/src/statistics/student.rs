@@ -17,7 +17,7 @@ pub fn two_sided_p(t: f64, freedom: usize) -> f64 {
     incomplete_beta(freedom, nu / (nu + square), square / (nu + square)).clamp(0.0, 1.0)
 }
 
-/// The value that |T| exceeds with probability `alpha`: the half width of a `1 − alpha` interval, in standard errors.
+/// The value that |T| exceeds with probability `alpha`, which is the half width of a `1 − alpha` confidence interval in standard errors.
 ///
 /// The value is computed by bisection of [`two_sided_p`], to the last bit. The result is NaN if `freedom` is 0 or `alpha` is not between 0 and 1.
 #[must_use]

@@ -13,7 +13,7 @@ pub(super) struct Keys<'a> {
 }
 
 impl<'a> Keys<'a> {
-    /// The keys of this table; keys that are not in `known` are an error.
+    /// Reads the keys of this table; a key that is not in `known` is an error.
     pub fn of(file: &'a Path, before: String, table: &'a Table, known: &[&str]) -> Result<Self> {
         let keys = Self { file, before, table };
         match table.keys().find(|key| !known.contains(&key.as_str())) {
@@ -27,7 +27,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// An error about a key of this table.
+    /// Creates an error about a key of this table.
     pub fn wrong(&self, key: &str, why: impl Into<String>) -> Error {
         Error::Study {
             file: self.file.to_owned(),
@@ -37,7 +37,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// An error about a key of this table, which suggests one of these names.
+    /// Creates an error about an unknown key of this table, and suggests a similar name.
     pub fn unknown<'n>(
         &self,
         key: &str,
@@ -66,7 +66,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// An integer from `least` to `most`; `None` if the key is absent.
+    /// Reads an integer from `least` to `most`; `None` if the key is absent.
     pub fn number(&self, key: &str, least: u64, most: u64) -> Result<Option<u64>> {
         let Some(value) = self.table.get(key) else { return Ok(None) };
         self.whole(key, value, least, most).map(Some)
@@ -82,7 +82,7 @@ impl<'a> Keys<'a> {
         })
     }
 
-    /// A list of distinct texts; `None` if the key is absent.
+    /// Reads a list of distinct texts; `None` if the key is absent.
     pub fn texts(&self, key: &str) -> Result<Option<Vec<String>>> {
         let Some(value) = self.table.get(key) else { return Ok(None) };
         let list = value.as_array();
@@ -107,7 +107,7 @@ impl<'a> Keys<'a> {
         Ok(Some(texts))
     }
 
-    /// A list of distinct texts, which must be present and not empty.
+    /// Reads a list of distinct texts; the key must be present and the list not empty.
     pub fn names(&self, key: &str) -> Result<Vec<String>> {
         let names = self.texts(key)?.ok_or_else(|| self.missing(key))?;
         if names.is_empty() {
@@ -117,7 +117,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Seeds, given either as a list of distinct numbers or as a count, which stands for the numbers from 1 to the count.
+    /// Reads the seeds: either a list of distinct numbers, or a count n, which stands for the numbers from 1 to n.
     pub fn seeds(&self, key: &str) -> Result<Vec<u64>> {
         const MOST: u64 = 1000;
         // TOML has no larger integers.
@@ -140,7 +140,7 @@ impl<'a> Keys<'a> {
         Ok(seeds)
     }
 
-    /// A table that may have these keys.
+    /// Reads a table that may have these keys.
     pub fn table(&self, key: &str, known: &[&str]) -> Result<Keys<'a>> {
         match self.table.get(key).ok_or_else(|| self.missing(key))? {
             Value::Table(table) => Keys::of(self.file, format!("{}{key}.", self.before), table, known),
@@ -148,7 +148,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A list of tables that may have these keys; empty if the key is absent.
+    /// Reads a list of tables that may have these keys; the list is empty if the key is absent.
     pub fn tables(&self, key: &str, known: &[&str]) -> Result<Vec<Keys<'a>>> {
         let Some(value) = self.table.get(key) else { return Ok(Vec::new()) };
         let list =

@@ -53,7 +53,8 @@ impl Schedule {
     }
 }
 
-/// Runs that start with the weights of one shared run, the trunk. The trunk trains with the configuration's schedule and stops after `steps`.
+/// Branches: runs that start from the weights of one shared run, the trunk. The trunk trains with the configuration's learning-rate
+/// schedule and stops after `steps` steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Branch {
     /// The recipe of the trunk.
@@ -82,7 +83,7 @@ pub struct Study {
     pub name: String,
     /// The recipe with which all others are compared.
     pub baseline: String,
-    /// The recipes of runs from initial weights, the baseline first. Empty if the study has only branches.
+    /// The recipes of runs from initial weights, the baseline first. The list is empty if the study has only branches.
     pub recipes: Vec<String>,
     /// All recipes that the study names, each once.
     pub known: Vec<Recipe>,
@@ -90,19 +91,19 @@ pub struct Study {
     pub configs: Vec<Config>,
     /// The seeds, in the order in which they are run.
     pub seeds: Vec<u64>,
-    /// Settings of all runs, as `key=value`.
+    /// Settings that apply to all runs, each written as `key=value`.
     pub set: Vec<String>,
-    /// Number of perturbed runs of the baseline for each seed, which show the effect of chaos alone.
+    /// For each seed, the number of additional, slightly perturbed runs of the baseline, which show the effect of chaos alone.
     pub floor: u64,
     /// The runs that start from a shared trunk.
     pub branches: Vec<Branch>,
 }
 
 impl Study {
-    /// Reads a study file. `catalog` resolves the names in the file.
+    /// Reads a study from a file; `catalog` finds the recipes and configurations that the file names.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read; the errors of [`Study::parse`].
+    /// Returns [`Error::Io`] if the file cannot be read, and passes on the errors of [`Study::parse`].
     pub fn load(file: &Path, catalog: &dyn Catalog) -> Result<Self> {
         let text = std::fs::read_to_string(file).map_err(Error::io(file))?;
         Self::parse(&text, file, catalog)
@@ -111,8 +112,8 @@ impl Study {
     /// Reads a study from its text. Errors name `file`.
     ///
     /// # Errors
-    /// [`Error::Study`] with the key, for unknown keys, names that `catalog` does not know, names or recipes that are listed twice, empty lists, or a baseline that is not among
-    /// the recipes.
+    /// Returns [`Error::Study`] with the key, for unknown keys, names that `catalog` does not know, names or recipes that are listed twice,
+    /// empty lists, or a baseline that is not among the recipes.
     pub fn parse(text: &str, file: &Path, catalog: &dyn Catalog) -> Result<Self> {
         let table: toml::Table = text.parse().map_err(|error: toml::de::Error| Error::Study {
             file: file.to_owned(),
@@ -148,7 +149,7 @@ impl Study {
         Ok(Self { name, baseline, recipes, known: known.recipes, configs, seeds, set, floor, branches })
     }
 
-    /// The groups that are compared: the runs, if there are any, then each of [`Study::branches`].
+    /// The groups of runs that are compared: first the runs from initial weights, if there are any, then each of [`Study::branches`].
     #[must_use]
     pub fn groups(&self) -> Vec<Group> {
         let runs = (!self.recipes.is_empty()).then_some(Group::Runs);
@@ -176,7 +177,7 @@ impl Study {
         }
     }
 
-    /// Number of comparisons with the baseline that the study plans within a configuration: the family of Holm's correction.
+    /// Number of comparisons with the baseline that the study plans within a configuration; this is the family size of Holm's correction.
     #[must_use]
     pub fn comparisons(&self) -> usize {
         self.groups().into_iter().map(|group| self.recipes_of(group).len().saturating_sub(1)).sum()

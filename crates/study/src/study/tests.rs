@@ -1,7 +1,7 @@
 use super::*;
 use crate::catalog::Settled;
 
-/// A catalog in which recipes and configurations have these texts.
+/// A catalog in which recipes and configurations have these fixed texts.
 pub struct Names {
     pub recipes: Vec<(&'static str, &'static str)>,
     pub steps: u64,

@@ -8,9 +8,10 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-/// A typed handle to a cell. Clones share the bytes; a write through a shared handle copies first.
+/// A typed handle to a buffer of the recorder (a cell). Clones of the handle share the bytes; a write through a shared handle first copies
+/// the bytes.
 ///
-/// Recorded work refers to cells without owning them, so recorded work does not count as sharing a cell.
+/// Recorded work does not own the cells to which it refers, so recorded work does not count as another handle to a cell.
 pub struct Buf<T: Plain, B: Backend> {
     owner: Option<Arc<Owner<B>>>,
     pub(super) cell: Arc<Cell<B>>,

@@ -112,12 +112,13 @@ impl<B: Backend> Call<'_, B> {
         x.mapped(&mut Seal { cells: &mut self.op.reads, tensors: &mut self.op.tensors[0] })
     }
 
-    /// Declares the forms of tensors that the operation computes internally and does not return.
+    /// Declares the forms of tensors that the operation computes internally but does not return.
     pub fn makes_inside(&mut self, forms: impl IntoIterator<Item = (&'static str, Form)>) {
         self.op.inside.extend(forms);
     }
 
-    /// Declares the arguments that the operation quantizes internally. Returns the argument whose quantization the operation must skip.
+    /// Declares the arguments that the operation quantizes internally. The result is the argument whose quantization the operation must
+    /// skip, if there is one.
     pub fn not_quantized(&self, inside: &[(&'static str, Form)]) -> Option<&'static str> {
         self.recorder.shared.defects.not_quantized(self.op.name, inside)
     }

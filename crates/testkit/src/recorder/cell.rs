@@ -64,12 +64,12 @@ impl<B: Backend> Cell<B> {
         Arc::new(Self { bytes: Mutex::new(Some(bytes)) })
     }
 
-    /// A clone of the inner handle.
+    /// A clone of the wrapped backend's handle.
     pub fn get(&self) -> Result<B::Buf<u8>> {
         self.lock().clone().ok_or_else(freed)
     }
 
-    /// Takes the inner handle out of the cell, unshared; the caller must put it back.
+    /// Takes the wrapped backend's handle out of the cell, so that nothing shares it; the caller must put it back.
     pub fn take(&self) -> Result<B::Buf<u8>> {
         self.lock().take().ok_or_else(freed)
     }
@@ -84,7 +84,7 @@ impl<B: Backend> Cell<B> {
         drop(old);
     }
 
-    /// The inner buffer's id; 0 if it was freed.
+    /// The id of the wrapped backend's buffer; 0 if the buffer was freed.
     pub fn id(&self) -> u64 {
         self.lock().as_ref().map_or(0, B::buffer_id)
     }

@@ -11,7 +11,7 @@ use nibble_core::{Backend, Result};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A defect of a tensor.
+/// A defect that is injected into a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Defect {
     /// The values of one block are doubled, through the block's scale or directly if there is no scale.
@@ -25,11 +25,11 @@ pub enum Defect {
 }
 
 impl Defect {
-    /// The defects that apply to a tensor that is read or written.
+    /// The defects that can be injected into a tensor that an operation reads or writes.
     pub const OF_TENSORS: [Defect; 3] = [Defect::DoubledBlock, Defect::TransposedTile, Defect::ShiftedLine];
 }
 
-/// A tensor of an operation.
+/// The place of a tensor among the tensors of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Spot {
     /// Index among the tensors that the operation only reads.
@@ -60,11 +60,11 @@ pub struct Seen {
     pub spot: Spot,
     /// The form of the tensor.
     pub form: Form,
-    /// Number of rows (or stored columns); a tensor with a single row has no square tile. 0 for internal tensors.
+    /// Number of rows (or stored columns) of the tensor; a tensor with a single row has no square tile. 0 for internal tensors.
     pub lines: usize,
 }
 
-/// The defects of one operation of a recorder: the tensors that could have a defect, and the armed defect.
+/// The state of defects for one operation of a recorder: the tensors that could have a defect, and the defect that is switched on.
 #[derive(Debug, Default)]
 pub struct Defects(Mutex<State>);
 
@@ -78,7 +78,7 @@ struct State {
 }
 
 impl Defects {
-    /// Starts to record the tensors of this operation.
+    /// Starts to record the tensors that this operation uses.
     pub fn watch(&self, op: &'static str) {
         *self.lock() = State { op: Some(op), ..State::default() };
     }
@@ -88,13 +88,13 @@ impl Defects {
         std::mem::take(&mut self.lock().seen)
     }
 
-    /// Gives the operation this defect from now on.
+    /// From now on, injects this defect into the operation.
     pub fn arm(&self, spot: Spot, defect: Defect) {
         let mut state = self.lock();
         (state.armed, state.struck) = (Some((spot, defect)), false);
     }
 
-    /// Removes the defect. Returns whether the defect changed anything.
+    /// Removes the defect, and returns whether it changed anything.
     pub fn disarm(&self) -> bool {
         let mut state = self.lock();
         (state.armed, state.seen) = (None, Vec::new());
@@ -137,7 +137,7 @@ impl Defects {
 type Replaced<B> = (Arc<Cell<B>>, <B as Backend>::Buf<u8>);
 
 impl<B: Backend> Recorder<B> {
-    /// The defects of the recorder's operations.
+    /// The state of the defects of the recorder's operations.
     pub fn defects(&self) -> Arc<Defects> {
         self.shared.defects.clone()
     }

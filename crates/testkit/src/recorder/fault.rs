@@ -4,8 +4,8 @@ use super::cell::{Cell, Element, Output};
 use half::bf16;
 use nibble_core::{Backend, Plain, Result};
 
-/// The operation that a fault hits, counted from 0 since [`Recorder::poison`](super::Recorder::poison). Allocations and transfers between
-/// host and device do not count.
+/// The operation that a fault hits; operations are counted from 0 since the call of [`Recorder::poison`](super::Recorder::poison).
+/// Allocations and transfers between host and device do not count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Point {
     /// The fault hits the operation after this many other operations.
@@ -14,13 +14,13 @@ pub enum Point {
     Named(&'static str, usize),
 }
 
-/// The operation that a fault hit, and the effect.
+/// The operation that a fault hit, and what the fault did.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Struck {
     /// Name of the operation.
     pub op: &'static str,
-    /// Whether the operation wrote something that can be NaN (an element of a tensor, a scale, or a value of an F32 or F64 buffer). In that
-    /// case, element 0 of the written data is now NaN.
+    /// Whether the operation wrote anything that can be NaN: an element of a tensor, a scale, or a value of an F32 or F64 buffer. If so,
+    /// element 0 of the written data is now NaN.
     pub spoiled: bool,
 }
 
@@ -37,7 +37,7 @@ impl Fault {
         Self { point, passed: 0 }
     }
 
-    /// Whether the fault hits this operation, the next to be executed.
+    /// Whether the fault hits this operation, which is the next operation to run.
     pub fn strikes(&mut self, op: &'static str) -> bool {
         let after = match self.point {
             Point::Op(after) => after,

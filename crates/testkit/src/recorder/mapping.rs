@@ -226,7 +226,7 @@ impl<B: Backend> Mapping<Recorder<B>, B> for Open<'_, B> {
 pub(super) struct Wrap<'a, B: Backend> {
     pub recorder: &'a Recorder<B>,
     pub made: Vec<Output<B>>,
-    /// The entries of `made` that hold elements of tensors, by index.
+    /// The indices of the entries of `made` that are buffers of tensor elements.
     pub tensors: Vec<(usize, Elements)>,
 }
 

@@ -44,7 +44,7 @@ use recording::Entry;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The backend `B` with a log and recordings. Clones share one recorder.
+/// A backend that wraps the backend `B`, logs its operations, and can record and replay them. Clones share one recorder.
 #[derive(Clone)]
 pub struct Recorder<B: Backend> {
     inner: B,
@@ -88,33 +88,33 @@ struct State<B: Backend> {
 pub struct Recordings {
     /// Number of recordings created so far.
     pub made: usize,
-    /// Number of recordings alive now.
+    /// Number of recordings that are alive now.
     pub alive: usize,
-    /// The largest number of recordings alive at once.
+    /// The largest number of recordings that were alive at the same time.
     pub most: usize,
 }
 
-/// An executed operation or transfer.
+/// An operation or transfer that was executed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Event {
     /// The operation's name, such as `gemm`; for transfers and clears, the name of the [`Backend`] method.
     pub op: &'static str,
-    /// All arguments except the contents of buffers: shapes, flags, streams of random numbers.
+    /// All arguments except the contents of buffers: shapes, flags, and streams of random numbers.
     pub arguments: String,
-    /// [`Backend::buffer_id`] of the buffers read, including those written in place.
+    /// The [`Backend::buffer_id`] of each buffer that was read, including buffers written in place.
     pub inputs: Vec<u64>,
-    /// Ids of the buffers written: first the results, then the in-place arguments.
+    /// The ids of the buffers that were written: first the results, then the in-place arguments.
     pub outputs: Vec<u64>,
-    /// The inputs that are elements of tensors and are only read, with their forms.
+    /// The inputs that are buffers of tensor elements and are only read, with the forms of their tensors.
     pub tensors_read: Vec<(u64, Form)>,
-    /// The results that are elements of tensors, with their forms.
+    /// The results that are buffers of tensor elements, with the forms of their tensors.
     pub tensors_made: Vec<(u64, Form)>,
-    /// Names and forms of internal tensors, which the operation does not return.
+    /// The names and forms of internal tensors, which the operation computes but does not return.
     pub made_inside: Vec<(&'static str, Form)>,
 }
 
 impl Event {
-    /// Whether the event is a copy between host and device, or waits for such a copy.
+    /// Whether the event is a copy between host and device, or a wait for such a copy.
     pub fn is_transfer(&self) -> bool {
         let transfers = ["upload", "write", "download", "begin_download", "finish_download", "copy_out"];
         transfers.contains(&self.op)
@@ -122,18 +122,18 @@ impl Event {
 }
 
 impl<B: Backend> Recorder<B> {
-    /// A recorder that can record.
+    /// A recorder whose work can be recorded and replayed.
     pub fn new(inner: B) -> Self {
         Self::with(inner, Mode::Recording)
     }
 
-    /// A recorder that reports that it cannot record, so all work runs when it is issued.
+    /// A recorder that reports that it cannot record, so that all work runs at once when it is issued.
     pub fn eager(inner: B) -> Self {
         Self::with(inner, Mode::Eager)
     }
 
-    /// A recorder that records each operation separately and replays it. Tests of single operations use such a recorder to compare
-    /// recorded operations with operations that run immediately.
+    /// A recorder that records each operation separately and then replays it. Tests of single operations use such a recorder to compare
+    /// recorded operations with operations that run at once.
     pub fn replaying(inner: B) -> Self {
         Self::with(inner, Mode::EachReplayed)
     }
@@ -150,7 +150,7 @@ impl<B: Backend> Recorder<B> {
         &self.inner
     }
 
-    /// Starts a new log. Recorded work is logged when it is replayed.
+    /// Starts to log operations; recorded work is logged when it is replayed.
     pub fn watch(&self) {
         self.shared.lock().log = Some(Vec::new());
     }
@@ -160,23 +160,24 @@ impl<B: Backend> Recorder<B> {
         self.shared.lock().log.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// Injects one fault, whose point counts from now on. The new fault replaces an earlier fault that was not injected yet.
+    /// Injects one fault; operations are counted from this call on. The new fault replaces an earlier fault that has not hit an operation
+    /// yet.
     pub fn poison(&self, point: Point) {
         let mut state = self.shared.lock();
         (state.fault, state.struck) = (Some(Fault::new(point)), None);
     }
 
-    /// The operation that the fault hit, if that operation was executed.
+    /// The operation that the fault hit, if that operation has been executed.
     pub fn struck(&self) -> Option<Struck> {
         self.shared.lock().struck.clone()
     }
 
-    /// Makes the next replay fail before it executes anything.
+    /// Makes the next replay fail before the replay executes any operation.
     pub fn refuse_replay(&self) {
         self.shared.lock().refuses_replay = true;
     }
 
-    /// Counts of this recorder's recordings.
+    /// The numbers of this recorder's recordings.
     pub fn recordings(&self) -> Recordings {
         self.shared.lock().recordings
     }

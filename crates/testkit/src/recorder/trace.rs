@@ -6,11 +6,11 @@ use nibble_core::Backend;
 use nibble_core::recipe::{Change, Form, Pass};
 use std::collections::HashMap;
 
-/// Runs a layer on a recorder and returns its changes of representation. `work` reports the start of each pass, and the name and
-/// [`Backend::buffer_id`] of the pass's input tensor.
+/// Runs a layer on a recorder, and returns the changes of tensor formats in the layer. `work` must report the start of each pass, with the
+/// name and the [`Backend::buffer_id`] of the pass's input tensor.
 ///
 /// # Errors
-/// The error of `work`.
+/// Returns the error of `work`.
 pub fn traced<B: Backend, E>(
     recorder: &Recorder<B>,
     work: impl FnOnce(&mut dyn FnMut(Pass, &'static str, u64)) -> Result<(), E>,

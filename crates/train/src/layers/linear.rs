@@ -27,14 +27,14 @@ pub struct Linear<B: Kernels> {
     pub bias: Option<Param<B>>,
     /// The layer's description for recipes.
     pub layer: recipe::Layer,
-    /// The name that seeds the signs of the transforms of the layer's products. This name is the layer's own name, or the name of the layer
-    /// whose projections share one input.
+    /// The name whose hash seeds the random signs of the Hadamard transforms in this layer's GEMMs. If several projections share one input,
+    /// this is the name of the layer that contains these projections; otherwise it is the layer's own name.
     pub linear: String,
     /// Type of the output.
     pub out: DType,
 }
 
-/// The input, in the form in which the recipe saves it.
+/// The input of a linear layer, in the format in which the recipe saves the input for the backward pass.
 #[derive(Debug)]
 pub struct LinearSaved<B: Kernels> {
     layer: String,
@@ -49,11 +49,11 @@ impl<B: Kernels> Saved for LinearSaved<B> {
 }
 
 impl<B: Kernels> Linear<B> {
-    /// Creates the layer with random weights. This rank stores its own rows of the F32 master; every rank computes with all rows. A bias
-    /// starts with zeros. `out` is the type of the output.
+    /// Creates the layer with random weights. Each rank stores only its own rows of the F32 master weight, but computes with all rows. A
+    /// bias is initialized to zeros. `out` is the data type of the layer's output.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `part` is not a linear layer; errors of the backend.
+    /// Returns [`Error::Shape`] if `part` is not a linear layer, and passes on errors of the backend.
     pub fn new(cx: &Cx<'_, B>, part: &Part, out: DType) -> Result<Self> {
         let (weight, bias) = Param::with_bias(cx, part)?;
         let linear = weight.layer().to_owned();
@@ -61,7 +61,7 @@ impl<B: Kernels> Linear<B> {
         Ok(Self { weight, bias, layer, linear, out })
     }
 
-    /// Turns this linear layer into one of the projections of `layer` that share one input.
+    /// Marks this linear layer as one of several projections of `layer` that read the same input.
     pub fn with_input_of(self, layer: &str) -> Self {
         Self { linear: layer.to_owned(), ..self }
     }
@@ -76,12 +76,13 @@ impl<B: Kernels> Linear<B> {
         LayerName { layer: self.site(), linear: &self.linear }
     }
 
-    /// The layer's plan at the current step.
+    /// The layer's precision plan at the current step.
     pub fn plan(&self, cx: &Cx<'_, B>) -> Arc<LayerPlan> {
         cx.plan(&self.layer)
     }
 
-    /// The forward pass up to its product. Returns fprop's operand and the saved input.
+    /// Runs the forward pass up to, but not including, the layer's GEMM. Returns the operand that fprop reads, and the input that is saved
+    /// for the backward pass.
     pub fn input(&self, cx: &Cx<'_, B>, x_tk: &Tensor<B>) -> Result<(Operand<B>, LinearSaved<B>)> {
         let plan = self.plan(cx);
         let x = Operand::Plain(x_tk.clone());
@@ -96,7 +97,7 @@ impl<B: Kernels> Linear<B> {
         Ok(cx.convert(self.name(), &x, &plan.linear()?.x.first(), cx.groups_of(x_tk))?.0)
     }
 
-    /// Returns Y, from an input that other layers may share.
+    /// Computes the output Y from an input operand that other layers may share.
     pub fn product(&self, cx: &Cx<'_, B>, x: &Operand<B>) -> Result<Tensor<B>> {
         let mut y = Gemm { a: x, b: self.weight.w()?, out: self.out }.run(cx.b)?;
         if let Some(bias) = &self.bias {

@@ -20,32 +20,33 @@ use nibble_core::{Error, Kernels, Operand, Result, Tensor};
 pub struct Mlp<B: Kernels> {
     /// The layer's name, for example `model.layers.3.mlp` or `model.layers.3.mlp.shared_expert`.
     pub name: String,
-    /// What is between the projections.
+    /// The activation function between the projections.
     pub activation: Activation,
-    /// The gate and up projections, stacked: `[2f, d]`; for GELU, the up projection `[f, d]`.
+    /// The gate and up projections, stacked in one weight `[2f, d]`; for GELU, only the up projection `[f, d]`.
     pub gate_up: Linear<B>,
     /// The down projection, `[d, f]`.
     pub down: Linear<B>,
-    /// Whether to save h, instead of recomputing it from the layer's input.
+    /// Whether to save h, the output of `gate_up`, instead of recomputing h from the layer's input.
     pub keep_h: bool,
 }
 
-/// The saved inputs of both projections, and the saved input of SwiGLU.
+/// The inputs of both projections and the input of SwiGLU, saved for the backward pass.
 #[derive(Debug)]
 pub struct MlpSaved<B: Kernels> {
     layer: String,
-    /// The saved input of the layer.
+    /// The saved input of the gate and up projections.
     pub gate_up: LinearSaved<B>,
-    /// The gate and up values `[t, 2f]`, before SwiGLU, or the up values `[t, f]`, before GELU, unless they are recomputed.
+    /// The gate and up values `[t, 2f]` before SwiGLU, or the up values `[t, f]` before GELU; `None` if the backward pass recomputes these
+    /// values.
     pub h: Option<Operand<B>>,
-    /// The output of SwiGLU or GELU, `[t, f]`.
+    /// The saved output of SwiGLU or GELU, `[t, f]`.
     pub down: LinearSaved<B>,
     /// The layer's input `[t, d]`, which only the backward pass sets, and only to recompute h.
     input: Option<Tensor<B>>,
 }
 
 impl<B: Kernels> MlpSaved<B> {
-    /// Recomputes the input if h was not saved.
+    /// Calls `again` to recompute the layer's input if h was not saved.
     pub fn give_input(&mut self, again: impl FnOnce() -> Result<Tensor<B>>) -> Result<()> {
         if self.h.is_none() {
             self.input = Some(again()?);

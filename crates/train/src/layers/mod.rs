@@ -36,9 +36,10 @@ use crate::recompute::Scope;
 use nibble_core::{Kernels, Result, Tensor};
 
 /// A layer. `forward` returns the output and the activations that `backward` needs. `backward` consumes these activations, adds the
-/// gradients of the layer's parameters and returns the gradient of the input. Code that uses a `Saved` twice does not compile.
+/// gradients of the layer's parameters and returns the gradient of the input. `backward` takes ownership of its `Saved`, so code that uses
+/// a `Saved` twice does not compile.
 ///
-/// The embedding and the head do not implement this trait; they have methods of the same names with other arguments.
+/// The embedding and the head do not implement this trait; their methods have the same names but other arguments.
 pub trait Layer<B: Kernels> {
     /// The layer's input.
     type In;
@@ -53,7 +54,7 @@ pub trait Layer<B: Kernels> {
     /// Makes the copies of the weights for this step.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Passes on errors of the backend and of other ranks.
     fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         Gathering::begin(cx, vec![self.wanted(cx)])?.finish_next(cx, self.params())
     }

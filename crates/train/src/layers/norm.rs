@@ -15,30 +15,30 @@ pub struct Norm<B: Kernels> {
     pub weight: Param<B>,
     /// The bias `[1, d]` of LayerNorm; `None` for RMSNorm.
     pub bias: Option<Param<B>>,
-    /// Epsilon, which is added to the mean square, or to the variance.
+    /// The small constant ε that is added to the mean square (RMSNorm) or to the variance (LayerNorm).
     pub eps: f32,
 }
 
-/// The saved input, and one scalar per row, or two for LayerNorm.
+/// The saved input of a norm, and for each row one scalar (RMSNorm) or two scalars (LayerNorm).
 #[derive(Debug)]
 pub struct NormSaved<B: Kernels> {
     /// Name of the norm.
     pub layer: String,
     /// The input of the norm, `[t, d]`.
     pub x: Tensor<B>,
-    /// 1 / rms of each row, or of each head; 1 / std of each row for LayerNorm.
+    /// The value 1 / rms of each row or of each head (RMSNorm), or 1 / std of each row (LayerNorm).
     pub inv_rms: B::Buf<f32>,
     /// The mean of each row, for LayerNorm.
     pub mean: Option<B::Buf<f32>>,
 }
 
-/// The residual stream between two norms: x, and the output of one half of a layer, which is not yet added to x. The next norm adds the two
-/// tensors when it reads them, and saves the sum as its x.
+/// The residual stream between two norms: the tensor x, and the output of the preceding attention, MLP or experts, which is not yet added
+/// to x. When the next norm reads the two tensors, it adds them and saves the sum as its input.
 #[derive(Debug, Clone)]
 pub struct Residual<B: Kernels> {
     /// The first term of the residual stream, `[t, d]`.
     pub x: Tensor<B>,
-    /// The second term of the residual stream, which is not yet added.
+    /// The second term of the residual stream; the next norm adds this term to `x`.
     pub plus: Option<Tensor<B>>,
 }
 
@@ -70,7 +70,7 @@ impl<B: Kernels> Norm<B> {
         self.weight.layer().to_owned()
     }
 
-    /// The norm of the residual stream. The saved activations hold the sum of the stream's two terms.
+    /// Applies the norm to the residual stream. The returned saved activations contain the sum of the stream's two terms.
     pub fn of(&self, cx: &Cx<'_, B>, residual: Residual<B>) -> Result<(Tensor<B>, NormSaved<B>)> {
         let Residual { x, plus } = residual;
         let (layer, weight, plus) = (self.layer(), self.weight.plain()?, plus.as_ref());
@@ -84,12 +84,12 @@ impl<B: Kernels> Norm<B> {
         Ok((out.y, NormSaved { layer, x, inv_rms: out.inv_std, mean: Some(out.mean) }))
     }
 
-    /// The output, recomputed from the saved activations.
+    /// Recomputes the norm's output from the saved activations.
     pub fn output(&self, cx: &Cx<'_, B>, saved: &NormSaved<B>) -> Result<Tensor<B>> {
         Ok(self.of(cx, saved.x.clone().into())?.0)
     }
 
-    /// Returns dx + plus, from the gradient dy of the output.
+    /// Computes the input's gradient dx from the output's gradient dy, and returns dx + plus.
     pub fn gradient(
         &mut self,
         cx: &Cx<'_, B>,

@@ -18,13 +18,13 @@ pub(super) struct SharedProjections<'a, B: Kernels, const N: usize> {
 type Made<B> = (Operand<B>, Operand<B>);
 
 impl<B: Kernels, const N: usize> SharedProjections<'_, B, N> {
-    /// For each projection, the operand of fprop and the operand that is saved.
+    /// Returns, for each projection, the operand that fprop reads and the operand that is saved for the backward pass.
     pub fn inputs(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<Vec<Made<B>>> {
         self.converted(cx, (Pass::Forward, self.name), |_| Operand::Plain(x_td.clone()), cx.groups_of(x_td))
     }
 
-    /// The saved inputs in the form that each projection's wgrad reads. The inputs are lifted once for all projections whose recipes agree.
-    /// The common lift has its own name, and thus its own random bits if the lift needs random bits.
+    /// Converts the saved inputs to the form that each projection's wgrad reads. All projections whose recipes agree share one conversion
+    /// of the inputs. The shared conversion has its own name, and therefore its own random bits if the conversion needs random bits.
     pub fn wgrad_inputs(&self, cx: &Cx<'_, B>, saved: [Operand<B>; N]) -> Result<Vec<Made<B>>> {
         let whole = format!("{}.qkv", self.name);
         self.converted(cx, (Pass::Backward, &whole), |i| saved[i].clone(), Some(&cx.shards.groups))

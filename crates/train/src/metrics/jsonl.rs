@@ -65,8 +65,8 @@ pub struct StepFile<T> {
 const NAMED: usize = 5;
 
 impl<T> StepFile<T> {
-    /// Messages about the file's invalid lines: one message for each of the first invalid lines, and one message with the number of all
-    /// other invalid lines.
+    /// Returns messages about the file's invalid lines: one message for each of the first few, and one message with the number of all
+    /// others.
     #[must_use]
     pub fn faults(&self, path: &Path, wrong: &str) -> Vec<String> {
         let (named, rest) = self.unreadable.split_at(self.unreadable.len().min(NAMED));
@@ -80,11 +80,12 @@ impl<T> StepFile<T> {
 }
 
 impl<T: StepLine> StepLog<T> {
-    /// Opens the file of a run that has completed `step` steps; 0 empties the file. Removes the lines of later steps, which a
-    /// resumed run writes again, and an incomplete last line that a killed process left. Unreadable lines before these lines stay.
+    /// Opens the file of a run that has completed `step` steps; if `step` is 0, the file is emptied. Removes the lines of later steps,
+    /// because a resumed run writes these lines again, and an incomplete last line that a killed process left. Unreadable lines of earlier
+    /// steps stay in the file.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// Returns [`Error::Io`] if a call of the operating system fails.
     pub fn open(path: &Path, step: u64) -> Result<Self> {
         if let Some(dir) = path.parent() {
             crate::files::make_folder(dir).map_err(Error::io(dir))?;
@@ -101,11 +102,11 @@ impl<T: StepLine> StepLog<T> {
         Ok(Self { file, path: path.to_path_buf(), lines: PhantomData })
     }
 
-    /// Appends one line. The line has reached the operating system when this function returns, so it is not lost if the process is killed
-    /// later.
+    /// Appends one line. When this function returns, the operating system has received the line, so the line survives if the process is
+    /// killed later.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// Returns [`Error::Io`] if a call of the operating system fails.
     pub fn write(&mut self, metrics: &T) -> Result<()> {
         let line = encode(metrics, &self.path)?;
         append(&mut self.file, &line).map_err(Error::io(&self.path))
@@ -121,7 +122,7 @@ impl<T: StepLine> StepLog<T> {
 /// Reads a metrics file; a missing file counts as empty. An incomplete last line, which a killed process left, is ignored.
 ///
 /// # Errors
-/// [`Error::Io`].
+/// Returns [`Error::Io`] if a call of the operating system fails.
 pub fn read_metrics(path: &Path) -> Result<StepFile<Metrics>> {
     read_lines(path)
 }
@@ -129,7 +130,7 @@ pub fn read_metrics(path: &Path) -> Result<StepFile<Metrics>> {
 /// Reads a file of layer metrics, with the rules of [`read_metrics`].
 ///
 /// # Errors
-/// [`Error::Io`].
+/// Returns [`Error::Io`] if a call of the operating system fails.
 pub fn read_layers(path: &Path) -> Result<StepFile<LayerMetrics>> {
     read_lines(path)
 }
@@ -137,7 +138,7 @@ pub fn read_layers(path: &Path) -> Result<StepFile<LayerMetrics>> {
 /// Reads a file of ranks' times, with the rules of [`read_metrics`].
 ///
 /// # Errors
-/// [`Error::Io`].
+/// Returns [`Error::Io`] if a call of the operating system fails.
 pub fn read_rank_times(path: &Path) -> Result<StepFile<RankTimes>> {
     read_lines(path)
 }

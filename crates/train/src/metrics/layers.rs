@@ -6,39 +6,39 @@ use serde::{Deserialize, Serialize};
 /// Expert loads and quantization counts of one step, over all ranks.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerMetrics {
-    /// Number of completed optimizer steps, as in [`super::Metrics`].
+    /// Number of completed optimizer steps, with the same meaning as in [`super::Metrics`].
     pub step: u64,
-    /// Number of rows of each expert, by layer; an empty list for a dense layer.
+    /// For each layer, the number of token rows of each expert; a dense layer has an empty list.
     pub load: Vec<Vec<u64>>,
-    /// The counts of every site, in the order of a step.
+    /// The counts of every site (a place where a tensor is quantized or converted), in the order of a step.
     pub sites: Vec<SiteMetrics>,
 }
 
-/// The counts of one site.
+/// The counts of one site, which is a place in the model where a tensor is quantized or converted.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SiteMetrics {
     /// The layer's name.
     pub layer: String,
     /// The tensor's name.
     pub tensor: String,
-    /// The tensor's conversion: `quantize`, or for example `mxfp4 to rows`.
+    /// The conversion of the tensor at this site: `quantize`, or a change of format such as `mxfp4 to rows`.
     pub conversion: String,
-    /// Number of blocks with a non-zero code.
+    /// Number of blocks that contain a non-zero code.
     pub non_zero: u64,
-    /// Number of blocks with a non-zero code in which the conversion changed a value. Absent for a quantization, because a quantization
-    /// rounds everywhere.
+    /// Number of blocks with a non-zero code in which the conversion changed at least one value. Absent for a site that quantizes, because
+    /// rounding is expected there in every block.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub inexact: Option<u64>,
     /// Number of blocks with a NaN or an infinity.
     pub non_finite: u64,
-    /// Number of values that saturated under a delayed scale. Absent for a site without a delayed scale.
+    /// Number of values that exceeded the largest code under a delayed scale and saturated. Absent for a site without a delayed scale.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub saturated: Option<u64>,
-    /// Number of values under a delayed scale.
+    /// Number of values that were quantized with a delayed scale.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub delayed: Option<u64>,
-    /// Four numbers: of values other than zero, and among these values, of values that stayed exact, became zero, and exceeded the largest
-    /// code. Absent if the step did not measure quantization, or if all values are zero.
+    /// Four counts: the values other than zero, and how many of these values stayed exact, became zero, and exceeded the largest code.
+    /// Absent if the step did not measure quantization, or if all values are zero.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub measured: Option<[u64; 4]>,
 }
@@ -47,8 +47,8 @@ impl LayerMetrics {
     /// Approximate number of lines of a run.
     const LINES: u64 = 100;
 
-    /// Whether the file gets a line for the step that completes `step` of `steps` steps. The first step, the last step, and about a hundred
-    /// steps in between get a line.
+    /// Whether the file of layer metrics gets a line for step `step` (counted from 1) of `steps` steps. The first step, the last step, and
+    /// about a hundred steps in between get a line.
     #[must_use]
     pub fn is_due(step: u64, steps: u64) -> bool {
         step == 1 || step == steps || step.is_multiple_of(steps.div_ceil(Self::LINES).max(1))

@@ -12,7 +12,7 @@ pub enum Loss {
     Saturation,
 }
 
-/// A site that loses most of its values in a step.
+/// A site (a tensor of a layer that is quantized) at which most values are lost in a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Lost {
     /// The layer's name, with `*` for the number of its decoder layer.
@@ -23,20 +23,22 @@ pub struct Lost {
     pub numbers: Vec<usize>,
     /// How values are lost.
     pub kind: Loss,
-    /// The largest fraction of the values other than zero that are lost in one of these layers.
+    /// The fraction of lost values among the non-zero values, in the layer where this fraction is largest.
     pub share: f64,
 }
 
 impl Lost {
     /// A site of gradients (`dy`, `dh`, `dlogits`) is reported if at least this fraction of its values becomes zero. The built-in recipes
-    /// reach 0.45 in small models (MXFP4, dh of experts). An output head in MXFP4, which learns little in such models, exceeds 0.65.
+    /// reach a fraction of 0.45 in small models (the gradient `dh` of experts in MXFP4). An output head in MXFP4 exceeds a fraction of
+    /// 0.65; such a head learns little in small models.
     pub const GRADIENTS: f64 = 0.6;
 
-    /// A site of activations or weights is reported if at least this fraction of its values becomes zero. This limit is higher than that of
-    /// gradients, because a few outliers may matter more than all other values. The built-in recipes reach 0.58 (MXFP4, a of experts).
+    /// A site of activations or weights is reported if at least this fraction of its values becomes zero. This limit is higher than the
+    /// limit for gradients, because a few outliers may matter more than all other values. The built-in recipes reach a fraction of 0.58
+    /// (the activation `a` of experts in MXFP4).
     pub const OTHERS: f64 = 0.9;
 
-    /// A site is reported if at least this fraction of its values saturates. The built-in recipes reach 0.06 (HiFloat4).
+    /// A site is reported if at least this fraction of its values saturates. The built-in recipes reach a fraction of 0.06 (in HiFloat4).
     pub const SATURATED: f64 = 0.25;
 
     fn threshold(tensor: &str, kind: Loss) -> f64 {
@@ -47,8 +49,8 @@ impl Lost {
         }
     }
 
-    /// The sites that lose most of their values in a step, among the sites that the step measures. Each site occurs once per kind of loss,
-    /// in the order of the step.
+    /// Finds the sites that lose most of their values in a step, among the sites whose quantization this step measures. Each site occurs
+    /// once per kind of loss, in the order of the step.
     #[must_use]
     pub fn of_step(step: &LayerMetrics) -> Vec<Self> {
         let mut all: Vec<Self> = Vec::new();

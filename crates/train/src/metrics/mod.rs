@@ -26,12 +26,13 @@ pub use ranks::RankTimes;
 pub use tensorboard::{EVENTS_PREFIX, EventLog};
 pub use watchdog::Watchdog;
 
-/// The metrics of a step. In the file, a field has torchtitan's name if torchtitan has such a field.
+/// The metrics of a training step or of an evaluation. Metrics that torchtitan also writes have torchtitan's names in the file.
 ///
-/// The line of a step has `loss`. An evaluation writes another line, with `valid_loss` and the number of completed steps.
+/// The line of a training step has the field `loss`. An evaluation writes another line, with `valid_loss` and the number of completed
+/// steps.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Metrics {
-    /// Number of completed optimizer steps; the first step's line has 1.
+    /// Number of completed optimizer steps; the line of the first step has the value 1.
     pub step: u64,
     /// Training loss: mean cross-entropy over the step's targets, in nats. Absent for a step without a target, because such a step changes
     /// no weight.
@@ -40,10 +41,10 @@ pub struct Metrics {
     /// Held-out loss in nats per target; absent if no evaluated token is a target.
     #[serde(rename = "validation_metrics/loss", skip_serializing_if = "Option::is_none", default)]
     pub valid_loss: Option<f64>,
-    /// The value 0 after an evaluation without targets, which has no loss; otherwise absent.
+    /// The value 0 after an evaluation whose data contain no targets, so that there is no loss; otherwise absent.
     #[serde(rename = "validation_metrics/target_fraction", skip_serializing_if = "Option::is_none", default)]
     pub valid_target_fraction: Option<f64>,
-    /// Fraction of the step's tokens that have a target; absent if all of them have one.
+    /// Fraction of the step's tokens that have a target; absent if all tokens have a target.
     #[serde(rename = "data/target_fraction", skip_serializing_if = "Option::is_none", default)]
     pub target_fraction: Option<f64>,
     /// Global gradient norm before clipping.
@@ -58,13 +59,13 @@ pub struct Metrics {
     /// Tokens per second over all ranks.
     #[serde(rename = "throughput(tps)", skip_serializing_if = "Option::is_none", default)]
     pub tps: Option<f64>,
-    /// Teraflops per second: [`Config::flops_per_token`] times tokens per second.
+    /// Teraflops per second, computed as [`Config::flops_per_token`] times tokens per second.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub tflops: Option<f64>,
     /// The value of `tflops` as a percentage of the device's dense BF16 peak, if the peak is known.
     #[serde(rename = "mfu(%)", skip_serializing_if = "Option::is_none", default)]
     pub mfu: Option<f64>,
-    /// Peak memory of buffers on the first rank's device so far, in GiB.
+    /// Peak memory so far of the buffers on the first rank's device, in GiB.
     #[serde(rename = "memory/max_active(GiB)", skip_serializing_if = "Option::is_none", default)]
     pub memory_gib: Option<f64>,
     /// The value of `memory_gib` as a percentage of the device's memory.
@@ -76,25 +77,25 @@ pub struct Metrics {
     /// Duration of the step in seconds.
     #[serde(rename = "time_metrics/end_to_end(s)", skip_serializing_if = "Option::is_none", default)]
     pub seconds: Option<f64>,
-    /// Seconds that the first rank's host waited for the step's tokens before it issued the step. If steps are issued ahead, the device
-    /// waits less or not at all.
+    /// Seconds that the first rank's host waited for the step's tokens before it issued the step. If the host issues steps ahead of the
+    /// device, the device waits less or not at all.
     #[serde(rename = "time_metrics/data_loading(s)", skip_serializing_if = "Option::is_none", default)]
     pub data_seconds: Option<f64>,
-    /// Load-balancing loss, summed over layers and not multiplied by its coefficient. This is the loss per shard, whatever
-    /// `model.balance` is. Absent for a dense model, like the metrics of experts below.
+    /// Load-balancing loss, summed over layers and not multiplied by its coefficient. The value is the loss computed per shard, whatever
+    /// the setting of `model.balance`. Absent for a dense model, as are the other metrics of experts.
     #[serde(rename = "moe/aux_loss", skip_serializing_if = "Option::is_none", default)]
     pub aux_loss: Option<f64>,
     /// Router z-loss, summed over layers and not multiplied by its coefficient.
     #[serde(rename = "moe/z_loss", skip_serializing_if = "Option::is_none", default)]
     pub z_loss: Option<f64>,
-    /// The ratio of the fullest expert's rows to the mean over experts, in the layer with the largest ratio.
+    /// The number of rows of the fullest expert divided by the mean number of rows per expert, in the layer where this ratio is largest.
     #[serde(rename = "moe/load_max_over_mean", skip_serializing_if = "Option::is_none", default)]
     pub load_max_over_mean: Option<f64>,
-    /// Fraction of (layer, expert) pairs in which the expert has no row.
+    /// Fraction of (layer, expert) pairs in which the expert received no row.
     #[serde(rename = "moe/dead_expert_fraction", skip_serializing_if = "Option::is_none", default)]
     pub dead_expert_fraction: Option<f64>,
-    /// Among 32-value blocks with a non-zero code, the fraction in which the lift from MXFP4 to FP8 changed a value. A tensor that
-    /// is lifted both to rows and to columns counts twice.
+    /// Among 32-value blocks with a non-zero code, the fraction in which the lift from MXFP4 to FP8 changed a value. A tensor that is
+    /// lifted both to rows and to columns is counted twice.
     #[serde(rename = "quantization/inexact_fraction", skip_serializing_if = "Option::is_none", default)]
     pub inexact_fraction: Option<f64>,
     /// Fraction of FP8 blocks with a non-zero code that the exponent shift from rows to columns changed.
@@ -113,7 +114,7 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// The same metrics without the times that [`Trainer::settle`](crate::trainer::Trainer::settle) measures.
+    /// The same metrics, but without the times that [`Trainer::settle`](crate::trainer::Trainer::settle) measures.
     #[must_use]
     pub fn without_times(self) -> Self {
         Self { tps: None, tflops: None, seconds: None, data_seconds: None, ..self }

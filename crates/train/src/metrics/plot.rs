@@ -10,7 +10,7 @@ use crate::data::Entropy;
 use crate::error::{Error, Result};
 use crate::files::write_whole;
 
-/// The losses of a run.
+/// The losses of a run, as the curves of a plot.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LossCurve {
     /// The heading if the plot shows one run; the run's name if the plot shows several runs.
@@ -19,9 +19,9 @@ pub struct LossCurve {
     pub train: Vec<(u64, f64)>,
     /// Pairs of the number of completed steps and the held-out loss in nats.
     pub valid: Vec<(u64, f64)>,
-    /// The entropy rate and the unigram loss, if known. The plot shows them as horizontal lines.
+    /// The entropy rate and the unigram loss, if known. The plot shows the entropy rate and the unigram loss as horizontal lines.
     pub entropy: Option<Entropy>,
-    /// The unit of a token: `token` or `byte`.
+    /// The unit to which the losses refer: `token` or `byte`.
     pub unit: &'static str,
 }
 
@@ -40,7 +40,8 @@ impl LossCurve {
     }
 }
 
-/// The points of a line for a plot. If there are too many points, each result is the mean of neighbouring points.
+/// Reduces the points of a curve to as many points as a plot can show. If there are too many points, each returned point is the mean of
+/// several neighbouring points.
 pub fn thinned(points: &[(u64, f64)]) -> Vec<(f64, f64)> {
     const MOST: usize = 2000;
     let mean = |points: &[(u64, f64)]| {
@@ -93,7 +94,7 @@ pub enum Shown {
 /// Plots one or several runs into an SVG file, which is replaced atomically.
 ///
 /// # Errors
-/// [`Error::Data`] if there is nothing to draw; [`Error::Io`] if the file cannot be written.
+/// Returns [`Error::Data`] if there is nothing to draw, and [`Error::Io`] if the file cannot be written.
 pub fn draw_losses(curves: &[LossCurve], path: &Path) -> Result<()> {
     let svg = losses_svg(curves, PICTURE, Shown::Tail).map_err(|why| Error::data(path, why))?;
     if let Some(dir) = path.parent() {
@@ -108,22 +109,22 @@ pub fn svg_beginning(command: &str) -> String {
     format!("<svg data-generator=\"{command}\"")
 }
 
-/// The command that plots losses. The plot that a run writes also names this command.
+/// The command that plots losses. The plot that a training run writes by itself also names this command.
 pub const LOSSES_BY: &str = "nibble plot";
 
-/// The plot as the text of an SVG image of this size. With many runs, a column with the runs' names is added to the width. The image's
-/// attribute `data-plot` is [`plot_attribute`].
+/// Draws the plot, and returns the text of an SVG image of this size. If the plot shows many runs, the image is wider, because a column
+/// with the runs' names is added. The value of the image's attribute `data-plot` comes from [`plot_attribute`].
 ///
 /// # Errors
-/// The reason why nothing can be drawn.
+/// Returns the reason why nothing can be drawn.
 pub fn losses_svg(curves: &[LossCurve], size: (u32, u32), shown: Shown) -> Result<String, String> {
     let mut svg = String::new();
     let plot = render(curves, size, shown, &mut svg)?;
     Ok(svg.replacen("<svg", &format!("{}{plot}", svg_beginning(LOSSES_BY)), 1))
 }
 
-/// An attribute with which a web page maps pixels to numbers. The attribute contains the pixels of the left, right, upper and lower ends of
-/// the axes, and the steps and values at these ends.
+/// An SVG attribute from which a web page can convert pixel positions to steps and values. The attribute contains the pixels of the left,
+/// right, upper and lower ends of the axes, and the steps and values at these ends.
 #[must_use]
 pub fn plot_attribute(
     (across, down): (std::ops::Range<i32>, std::ops::Range<i32>),

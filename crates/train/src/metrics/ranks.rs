@@ -6,11 +6,11 @@
 use crate::record::Report;
 use serde::{Deserialize, Serialize};
 
-/// Times of one step, one entry per rank. The record of the next step contains these times, so the last step of a run has no times.
+/// Times of one step, one entry per rank. Only the record of the next step contains these times, so the last step of a run has no times.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Unchecked")]
 pub struct RankTimes {
-    /// Number of completed optimizer steps, as in [`super::Metrics`].
+    /// Number of completed optimizer steps, with the same meaning as in [`super::Metrics`].
     pub step: u64,
     /// Seconds from the issue of the step to the issue of the next step, including all work in between.
     pub seconds: Vec<f64>,
@@ -49,14 +49,14 @@ impl RankTimes {
         Some(Self { step: report.step(), seconds, waiting })
     }
 
-    /// For each rank, the seconds in which it did not wait for other ranks.
+    /// For each rank, the seconds of the step in which the rank did not wait for other ranks.
     #[must_use]
     pub fn busy(&self) -> Vec<f64> {
         self.seconds.iter().zip(&self.waiting).map(|(seconds, waiting)| seconds - waiting).collect()
     }
 
-    /// Entries of the step's metrics: `ranks/slowest` (the rank that was busy longest), `ranks/busy_max(s)` (its busy time) and
-    /// `ranks/skew(s)` (the difference to the shortest busy time). The list is empty if there are no ranks.
+    /// Entries for the step's metrics: `ranks/slowest` is the rank that was busy longest, `ranks/busy_max(s)` is its busy time, and
+    /// `ranks/skew(s)` is the difference between the longest and the shortest busy time. The list is empty if there are no ranks.
     #[must_use]
     pub fn summary(&self) -> Vec<(String, f64)> {
         let busy = self.busy();

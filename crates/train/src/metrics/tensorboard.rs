@@ -30,10 +30,11 @@ pub const EVENTS_PREFIX: &str = "events.out.tfevents.";
 const START: u64 = 1;
 
 impl EventLog {
-    /// Creates a new file in the directory for a run that has completed `step` steps. A new run removes older files.
+    /// Creates a new file in the directory for a run that has completed `step` steps. A new run removes the older event files in the
+    /// directory.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// Returns [`Error::Io`] if a call of the operating system fails.
     pub fn create(dir: &Path, step: u64) -> Result<Self> {
         crate::files::make_folder(dir).map_err(Error::io(dir))?;
         if step == 0 {
@@ -48,11 +49,11 @@ impl EventLog {
         Ok(Self { file, path })
     }
 
-    /// Appends these metrics, with the names that they have in the metrics file. The data has reached the operating system when this
-    /// function returns.
+    /// Appends these metrics to the file; each metric has the same name as in the metrics file. The data has reached the operating system
+    /// when this function returns.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// Returns [`Error::Io`] if a call of the operating system fails.
     pub fn write(&mut self, metrics: &Metrics) -> Result<()> {
         let values = serde_json::to_value(metrics).map_err(|e| Error::data(&self.path, e.to_string()))?;
         let scalars = values.as_object().into_iter().flatten().filter(|(name, _)| *name != "step");

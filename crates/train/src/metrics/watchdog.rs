@@ -32,18 +32,18 @@ impl Watchdog {
     /// Samples before anything is judged: means must settle, and a router starts unbalanced.
     const SETTLED: u64 = Usual::SETTLED;
 
-    /// Takes the loss of a step that an earlier process of the run has taken.
+    /// Records the loss of a step that an earlier process of the same run has executed.
     pub fn remember(&mut self, metrics: &Metrics) {
         metrics.loss.filter(|loss| loss.is_finite()).into_iter().for_each(|loss| self.loss.take(loss));
     }
 
-    /// The usual loss of the steps so far.
+    /// The running statistics of the loss over the steps so far.
     #[must_use]
     pub fn usual_loss(&self) -> Usual {
         self.loss
     }
 
-    /// Whether a step with this loss, which [`Watchdog::step`] has not taken yet, begins a loss spike.
+    /// Whether a step with this loss would start a loss spike; the step has not been passed to [`Watchdog::step`] yet.
     #[must_use]
     pub fn begins_spike(&self, loss: f64) -> bool {
         !self.is_on[SPIKE] && self.is_spike(loss)
@@ -53,7 +53,7 @@ impl Watchdog {
         self.loss.is_settled() && loss > self.loss.limit()
     }
 
-    /// Checks a step's metrics, and returns the findings that begin with this step, one sentence each.
+    /// Checks a step's metrics, and returns one sentence for each problem that starts with this step.
     ///
     /// | finding | begins | is over |
     /// |---|---|---|
@@ -129,8 +129,8 @@ impl Watchdog {
         begun
     }
 
-    /// Checks the counts of a step's sites; callers call this function before [`Watchdog::step`] for the same step. Returns one sentence
-    /// for each site that loses most of its values ([`Lost`]) and was not reported before.
+    /// Checks the counts of a step's sites; callers must call this function before [`Watchdog::step`] for the same step. Returns one
+    /// sentence for each site that loses most of its values ([`Lost`]) and was not reported before.
     pub fn layers(&mut self, layers: &LayerMetrics) -> Vec<String> {
         self.has_measured |= layers.is_measured();
         let mut found = Lost::of_step(layers);
@@ -140,9 +140,9 @@ impl Watchdog {
         told
     }
 
-    /// Checks the ranks' times of a step, and returns the findings that begin with this step: a rank whose busy time was at least 1.25
-    /// times the ranks' median in 50 consecutive steps. A finding ends with the first step in which the rank's busy time is below this
-    /// limit.
+    /// Checks the times of all ranks in a step, and returns the findings that start with this step. A finding is a rank whose busy time was
+    /// at least 1.25 times the median of all ranks in 50 consecutive steps. A finding ends with the first step in which the rank's busy
+    /// time is below this limit.
     pub fn ranks(&mut self, times: &RankTimes) -> Vec<String> {
         const SLOW: f64 = 1.25;
         let Some(median) = times.median_busy() else { return Vec::new() };

@@ -30,7 +30,7 @@ pub enum AttentionSaved<B: Kernels> {
     Latent(LatentSaved<B>),
 }
 
-/// One layer's cache of a sequence's tokens so far.
+/// The KV cache of one attention layer, for the tokens of a sequence so far.
 #[derive(Debug)]
 pub enum AttentionCache<B: Kernels> {
     /// The keys and values of each head.
@@ -38,7 +38,7 @@ pub enum AttentionCache<B: Kernels> {
 }
 
 impl<B: Kernels> AttentionCache<B> {
-    /// Empties the cache for another sequence.
+    /// Empties the cache, so that another sequence can use the cache.
     pub fn clear(&mut self) {
         let Self::KeysValues(cache) = self;
         cache.clear();
@@ -71,8 +71,8 @@ impl<B: Kernels> Attention<B> {
         }))
     }
 
-    /// The forward pass of a sequence's next tokens, which are added to the cache. Several tokens at once are allowed only if the cache is
-    /// empty.
+    /// Runs the forward pass for the next tokens of a sequence, and adds their keys and values to the cache. Several tokens at once are
+    /// allowed only if the cache is empty.
     pub fn cached(
         &self,
         cx: &Cx<'_, B>,

@@ -27,9 +27,9 @@ pub struct Block<B: Kernels> {
     pub attn_norm: Norm<B>,
     /// The attention layer.
     pub attn: Attention<B>,
-    /// The norm before the feed.
+    /// The norm before the experts or the MLP.
     pub mlp_norm: Norm<B>,
-    /// The feed: experts, or one MLP.
+    /// The feed-forward part of the decoder layer: experts, or one MLP.
     pub feed: Feed<B>,
     /// The scopes that the backward pass recomputes, as of [`Recompute::of_layer`](crate::recompute::Recompute::of_layer).
     /// [`Layer::recompute`] sets this field here and in the layer's parts.
@@ -39,7 +39,7 @@ pub struct Block<B: Kernels> {
 /// Saved activations of a decoder layer.
 #[derive(Debug)]
 pub struct BlockSaved<B: Kernels> {
-    /// The values for the step's record, in a layer with experts.
+    /// The values that a layer with experts contributes to the step's record.
     pub routed: Option<Routed<B>>,
     halves: Kept<B, Halves<B>>,
 }
@@ -110,7 +110,7 @@ impl<B: Kernels> Block<B> {
         self.recompute.contains(&scope)
     }
 
-    /// The forward pass of tokens that follow the tokens in the cache; see [`Attention::cached`].
+    /// Runs the forward pass for tokens that follow the tokens in the cache; see [`Attention::cached`].
     pub fn cached(
         &self,
         cx: &Cx<'_, B>,

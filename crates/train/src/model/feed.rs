@@ -27,7 +27,7 @@ pub enum Feed<B: Kernels> {
     Dense(Mlp<B>),
 }
 
-/// Saved activations of the feed.
+/// Saved activations of the experts or the MLP.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant)]
 pub enum FeedSaved<B: Kernels> {
@@ -43,7 +43,7 @@ pub enum FeedSaved<B: Kernels> {
 }
 
 impl<B: Kernels> FeedSaved<B> {
-    /// The router's choice, if there is a router.
+    /// The router's choice of experts, if the layer has a router.
     pub fn routing(&self) -> Option<&Routing<B>> {
         match self {
             Self::Experts { moe, .. } => Some(moe.routing()),
@@ -51,7 +51,7 @@ impl<B: Kernels> FeedSaved<B> {
         }
     }
 
-    /// The values for the step's record, if there are experts.
+    /// The values that the layer contributes to the step's record, if the layer has experts.
     pub fn routed(&self) -> Option<Routed<B>> {
         match self {
             Self::Experts { moe, .. } => Some(moe.routed()),
@@ -59,7 +59,7 @@ impl<B: Kernels> FeedSaved<B> {
         }
     }
 
-    /// Recomputes the input if the backward pass needs the input and the input was not saved.
+    /// Calls `again` to recompute the input, if the backward pass needs the input and the input was not saved.
     pub fn give_input(&mut self, again: impl FnOnce() -> Result<Tensor<B>>) -> Result<()> {
         match self {
             Self::Experts { moe, shared } => {
@@ -70,7 +70,7 @@ impl<B: Kernels> FeedSaved<B> {
         }
     }
 
-    /// Sets the batch over which the load-balancing loss is computed, if there are experts.
+    /// Sets the batch over which the load-balancing loss is computed, if the layer has experts.
     pub fn balance_over(&mut self, batch: Option<BatchLoad<B>>) {
         if let Self::Experts { moe, .. } = self {
             moe.balance_over(batch);
@@ -93,7 +93,7 @@ impl<B: Kernels> Saved for FeedSaved<B> {
 }
 
 impl<B: Kernels> Feed<B> {
-    /// Creates this rank's part of the feed with random weights.
+    /// Creates this rank's part of the experts or the MLP, with random weights.
     pub fn new(cx: &Cx<'_, B>, spec: &FeedSpec) -> Result<Self> {
         let mlp = |spec: &MlpSpec| Mlp::new(cx, spec);
         Ok(match spec {

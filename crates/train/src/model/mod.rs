@@ -37,7 +37,7 @@ pub struct Decoder<B: Kernels> {
     pub embed: Embedding<B>,
     /// The decoder layers.
     pub blocks: Vec<Block<B>>,
-    /// The norm before the head.
+    /// The norm before the output head.
     pub norm: Norm<B>,
     /// The output head, with its own weight `[v, d]` or with the embedding's weight.
     pub head: Head<B>,
@@ -45,20 +45,20 @@ pub struct Decoder<B: Kernels> {
     gathering: Gathering<B>,
 }
 
-/// The results of a pass over tokens, on the device.
+/// The results of a forward pass over tokens, in device memory.
 #[derive(Debug)]
 pub struct DecoderOut<B: Kernels> {
     /// The loss of each shard in nats.
     pub shard_nats: B::Buf<f64>,
-    /// The number of inputs and the number of targets that are not in the vocabulary, one value each.
+    /// Two counts of token ids outside the vocabulary: among the inputs, and among the targets.
     pub bad_ids: [B::Buf<u64>; 2],
 }
 
 impl<B: Kernels> DecoderOut<B> {
-    /// Waits for the pass, and reads the counts from the device.
+    /// Waits for the forward pass, and reads the two counts of invalid ids from the device.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Shape`] if any id is not in the vocabulary. The error names `op`, and the inputs or else the targets.
+    /// Returns [`nibble_core::Error::Shape`] if any id is not in the vocabulary. The error names `op`, and the inputs or else the targets.
     pub fn verify_ids(&self, b: &B, op: &'static str, vocab: usize) -> Result<()> {
         let mut counts = ["inputs", "targets"].into_iter().zip(&self.bad_ids);
         counts.try_for_each(|(argument, bad)| verify_ids(b, op, argument, bad, vocab))
@@ -85,10 +85,11 @@ impl<B: Kernels> Saved for DecoderSaved<B> {
 }
 
 impl<B: Kernels> Decoder<B> {
-    /// Creates this rank's part of a decoder with random weights. The weights depend only on the seed.
+    /// Creates this rank's part of a decoder with random weights. The initial weights depend only on the seed.
     ///
     /// # Errors
-    /// Errors of the backend. The configuration was already checked when it was read.
+    /// Passes on errors of the backend. This function does not check the configuration, because the configuration was checked when it was
+    /// read.
     pub fn new(
         b: &B,
         mesh: Mesh<'_, B>,
@@ -125,17 +126,17 @@ impl<B: Kernels> Decoder<B> {
         })
     }
 
-    /// Sets what later backward passes recompute; before the first call this is [`Recompute::default`].
+    /// Sets what later backward passes recompute; until the first call, the setting is [`Recompute::default`].
     pub fn recompute(&mut self, recompute: &Recompute) {
         for (layer, block) in self.blocks.iter_mut().enumerate() {
             block.recompute(&recompute.of_layer(&self.config, layer));
         }
     }
 
-    /// Makes the copies of all weights for this step.
+    /// Creates the copies of all weights that this step's passes read.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Passes on errors of the backend and of other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         self.begin_prepare(cx)?;
         self.gathering.finish_next(cx, self.embed.params())?;
@@ -145,11 +146,11 @@ impl<B: Kernels> Decoder<B> {
         self.gathering.finish_next(cx, vec![self.head.weight_mut(&mut self.embed.weight)])
     }
 
-    /// Starts to make the copies of all weights, for [`Decoder::forward`] with the same context. Rows of other ranks are transferred while
-    /// earlier layers run.
+    /// Starts to create the copies of all weights; [`Decoder::forward`] with the same context waits for these copies. The rows that other
+    /// ranks store are transferred while earlier layers run.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Passes on errors of the backend and of other ranks.
     pub fn begin_prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         // The groups are in the order in which the forward pass waits for them.
         let mut groups = vec![self.embed.wanted()];
@@ -193,10 +194,10 @@ impl<B: Kernels> Decoder<B> {
         self.params().into_iter().for_each(Param::clear_gradient);
     }
 
-    /// Computes the losses of these tokens, and saves the activations that the backward pass needs. The head's gradients are computed here,
-    /// while its logits exist. The gradients are those of the sum of the losses times the factor in `control`
-    /// ([`nibble_core::ops::Control`]). If the copies of weights were only [started](Decoder::begin_prepare), each layer waits for its own
-    /// copies.
+    /// Computes the losses of these tokens, and saves the activations that the backward pass needs. The forward pass also computes the
+    /// gradients of the output head, because the logits exist only then. All gradients are those of the sum of the losses, multiplied by
+    /// the factor in `control` ([`nibble_core::ops::Control`]). If the copies of weights were only [started](Decoder::begin_prepare), each
+    /// layer waits for the copies of its own weights.
     pub fn forward(
         &mut self,
         cx: &Cx<'_, B>,
@@ -207,7 +208,7 @@ impl<B: Kernels> Decoder<B> {
         self.forward_seen(cx, ids, targets, control, |_| Ok(()))
     }
 
-    /// [`Decoder::forward`], in which `look` receives intermediate results.
+    /// Like [`Decoder::forward`], but also passes intermediate results to `look`.
     pub fn forward_seen(
         &mut self,
         cx: &Cx<'_, B>,
@@ -234,7 +235,7 @@ impl<B: Kernels> Decoder<B> {
         Ok((out, DecoderSaved { embed: self.embed.saved(ids), blocks, norm, head }))
     }
 
-    /// Computes the losses of these tokens, summed within each of `shards` equal runs.
+    /// Computes the losses of these tokens: the tokens form `shards` equal consecutive runs, and the losses are summed within each run.
     pub fn losses(
         &self,
         cx: &Cx<'_, B>,
@@ -245,7 +246,7 @@ impl<B: Kernels> Decoder<B> {
         Ok(self.losses_and_input(cx, ids, targets, shards)?.0)
     }
 
-    /// [`Decoder::losses`], and the head's input `[t, d]`, for [`Decoder::logits`].
+    /// Like [`Decoder::losses`], but also returns the head's input `[t, d]`, from which [`Decoder::logits`] computes logits.
     pub fn losses_and_input(
         &self,
         cx: &Cx<'_, B>,
@@ -259,18 +260,18 @@ impl<B: Kernels> Decoder<B> {
         Ok((DecoderOut { shard_nats: loss.shard_nats, bad_ids: [bad_ids, loss.bad_ids] }, x_td))
     }
 
-    /// The logits after the last of these tokens, F32 `[1, v]`, and the number of tokens that are not in the vocabulary.
+    /// Computes the logits that follow the last of these tokens, F32 `[1, v]`, and counts the tokens that are not in the vocabulary.
     pub fn last_logits(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<(Tensor<B>, B::Buf<u64>)> {
         let Trunk { x_td, bad_ids, .. } = self.trunk(cx, ids)?;
         Ok((self.logits(cx, &last_row(cx.b, &x_td)?)?, bad_ids))
     }
 
-    /// Caches for one sequence, one per layer.
+    /// Creates the KV caches for one sequence, one cache per decoder layer.
     pub fn caches(&self, cx: &Cx<'_, B>) -> Result<Vec<AttentionCache<B>>> {
         self.blocks.iter().map(|block| block.attn.cache(cx)).collect()
     }
 
-    /// [`Decoder::last_logits`] for tokens that follow the tokens in the caches; see [`Attention::cached`].
+    /// Like [`Decoder::last_logits`], but for tokens that follow the tokens in the caches; see [`Attention::cached`].
     pub fn cached_logits(
         &self,
         cx: &Cx<'_, B>,
@@ -287,7 +288,7 @@ impl<B: Kernels> Decoder<B> {
         Ok((self.logits(cx, &x_td)?, bad_ids))
     }
 
-    /// The logits F32 `[t, v]` of the head's input.
+    /// Computes the logits, F32 `[t, v]`, from the head's input.
     pub fn logits(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<Tensor<B>> {
         self.head.logits(cx, &self.embed.weight, x_td)
     }
@@ -347,13 +348,13 @@ pub struct Inside<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Inside<'_, B> {
-    /// The logits after each token, F32 `[t, v]`. The head computes the same logits in chunks. Every operand that the head quantizes has at
-    /// least one scale per row, so chunks do not change the logits.
+    /// The logits after each token, F32 `[t, v]`. In a training step, the head computes the same logits in chunks of tokens. Chunks do not
+    /// change the logits, because every operand that the head quantizes has at least one scale per row.
     pub fn logits(&self, cx: &Cx<'_, B>) -> Result<Tensor<B>> {
         self.head.logits(cx, self.table, self.x_td)
     }
 
-    /// The choices of the routers with the numbers of their layers, for layers that saved the choice.
+    /// The routers' choices of experts, each with the number of its layer, for the layers that saved their choice.
     pub fn routings(&self) -> impl Iterator<Item = (usize, &Routing<B>)> {
         self.blocks.iter().enumerate().filter_map(|(layer, block)| Some((layer, block.routing()?)))
     }

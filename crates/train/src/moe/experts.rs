@@ -18,14 +18,14 @@ use std::sync::Arc;
 pub struct Experts<B: Kernels> {
     /// The layer's name, for example `model.layers.3.mlp.experts`.
     pub name: String,
-    /// The gate and up projections, `[l · 2f, d]`; each expert's gate rows come before its up rows.
+    /// The gate and up projections of the l experts on this rank, `[l · 2f, d]`; each expert's gate rows precede its up rows.
     pub gate_up: Param<B>,
-    /// The down projections: `[l · d, f]`.
+    /// The down projections of the l experts on this rank, `[l · d, f]`.
     pub down: Param<B>,
-    /// Whether to save the second product's input, if the recipe does not decide this. The input is saved, instead of recomputed from h,
-    /// only if the forward pass has exactly the bits that wgrad reads.
+    /// Whether to save the input of the down projection, if the recipe does not decide this. The input is saved only if the forward pass
+    /// already has exactly the bits that wgrad reads; otherwise the input is recomputed from h.
     pub keep_a: bool,
-    /// Whether to save the first product's output, instead of recomputing it from the experts' input.
+    /// Whether to save h, the output of the gate and up projections, instead of recomputing h from the experts' input.
     pub keep_h: bool,
 }
 
@@ -33,16 +33,16 @@ pub struct Experts<B: Kernels> {
 #[derive(Debug)]
 pub struct ExpertsSaved<B: Kernels> {
     layer: String,
-    /// The experts' input `[r, d]`; `None` if it is recomputed from the layer's input.
+    /// The experts' input `[r, d]`; `None` if the backward pass recomputes this input from the layer's input.
     pub x: Option<Operand<B>>,
-    /// The first product's output `[r, 2f]`; `None` if it is recomputed from the experts' input.
+    /// The first product's output `[r, 2f]`; `None` if the backward pass recomputes this output from the experts' input.
     pub h: Option<Operand<B>>,
     /// The second product's input `[r, f]`, in the recipe's saved form. If the recipe does not set this form, the input has the form that
     /// the second product's wgrad reads. `None` means that the input is recomputed from h.
     pub a: Option<Operand<B>>,
 }
 
-/// The gradients of rows and gate weights, and the operands that the rest of the backward pass needs.
+/// The results of dgrad: the gradients of rows and gate weights, and the operands that the rest of the backward pass needs.
 #[derive(Debug)]
 pub struct ExpertsDgrad<B: Kernels> {
     /// The gradient dx of the expert-sorted rows: `[r, d]`.
@@ -53,7 +53,7 @@ pub struct ExpertsDgrad<B: Kernels> {
     pub wgrad: WgradOperands<B>,
 }
 
-/// The operands of the gradients of both weights.
+/// The operands of the wgrad GEMMs of both weights.
 #[derive(Debug)]
 pub struct WgradOperands<B: Kernels> {
     dy: Operand<B>,
@@ -95,10 +95,10 @@ impl<B: Kernels> Experts<B> {
         [&self.gate_up, &self.down].map(|weight| weight.for_products(&plan.weights, &weight.name)).into()
     }
 
-    /// Makes the copies of the weights for this step.
+    /// Creates the copies of the weights that this step's GEMMs read.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Passes on errors of the backend and of other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         Gathering::begin(cx, vec![self.wanted(cx)])?.finish_next(cx, self.params())
     }
@@ -108,7 +108,7 @@ impl<B: Kernels> Experts<B> {
         vec![&mut self.gate_up, &mut self.down]
     }
 
-    /// The layer's plan at the current step.
+    /// The layer's precision plan at the current step.
     pub fn plan(&self, cx: &Cx<'_, B>) -> Arc<LayerPlan> {
         cx.plan_keeping(&Layer::new(LayerKind::Expert, &self.name), self.keep_a)
     }
@@ -123,10 +123,10 @@ impl<B: Kernels> Experts<B> {
         LayerName { layer: &self.name, linear: &self.down.name }
     }
 
-    /// The forward pass on received, expert-sorted rows.
+    /// Runs the forward pass on token rows that were received from their ranks and sorted by expert.
     ///
     /// # Errors
-    /// Errors of the backend.
+    /// Passes on errors of the backend.
     pub fn forward(
         &self,
         cx: &Cx<'_, B>,
@@ -200,7 +200,7 @@ impl<B: Kernels> Experts<B> {
     /// The backward pass: returns the gradient dx of the expert-sorted rows and the gradient of each row's gate weight.
     ///
     /// # Errors
-    /// Errors of [`Experts::dgrad`] and [`Experts::wgrad`].
+    /// Passes on errors of [`Experts::dgrad`] and [`Experts::wgrad`].
     pub fn backward(
         &mut self,
         cx: &Cx<'_, B>,
@@ -213,10 +213,10 @@ impl<B: Kernels> Experts<B> {
         Ok((dx, dgate))
     }
 
-    /// The backward pass without the gradients of weights. `dgrad` runs before `wgrad`, because other ranks wait for dx.
+    /// Runs the backward pass without the gradients of weights. Callers run `dgrad` before `wgrad`, because other ranks wait for dx.
     ///
     /// # Errors
-    /// [`Error::Defect`] if the input is missing; errors of the backend.
+    /// Returns [`Error::Defect`] if the input is missing, and passes on errors of the backend.
     pub fn dgrad(
         &self,
         cx: &Cx<'_, B>,
@@ -246,7 +246,7 @@ impl<B: Kernels> Experts<B> {
     /// Adds the gradients of both weights.
     ///
     /// # Errors
-    /// Errors of the backend, and errors of other ranks if a sum of gradients over ranks starts here.
+    /// Passes on errors of the backend, and errors of other ranks if a sum of gradients over ranks starts here.
     pub fn wgrad(
         &mut self,
         cx: &Cx<'_, B>,

@@ -56,10 +56,10 @@ pub struct Moe<B: Kernels> {
     pub router: Router<B>,
     /// This rank's experts.
     pub experts: Experts<B>,
-    /// Whether to save the layer's input, instead of recomputing it for [`MoeSaved::give_input`].
+    /// Whether to save the layer's input; otherwise [`MoeSaved::give_input`] recomputes the input.
     pub keep_input: bool,
-    /// Whether to recompute the experts' input in the backward pass from the layer's input, instead of saving one row per expert of a
-    /// token. On several ranks, these rows are dispatched again.
+    /// Whether to recompute the experts' input from the layer's input in the backward pass, instead of saving one row for each expert of a
+    /// token. On several ranks, this recomputation dispatches the rows again.
     pub remake_x: bool,
 }
 
@@ -73,23 +73,23 @@ pub struct MoeSaved<B: Kernels> {
     experts: ExpertsSaved<B>,
 }
 
-/// The values of a layer for the step's record. These values are saved whether or not the layer is recomputed.
+/// The values that an expert layer contributes to the step's record. These values are saved even if the layer's activations are recomputed.
 #[derive(Debug, Clone)]
 pub struct Routed<B: Kernels> {
     layer: String,
-    /// For each shard of this rank (or, with `balance = "sequence"`, each sequence), the number of (token, slot) pairs per expert: `[shards
-    /// · e]`.
+    /// The number of (token, slot) pairs per expert, `[shards · e]`, for each shard of this rank, or for each sequence with `balance =
+    /// "sequence"`.
     pub load: B::Buf<i32>,
-    /// The load-balancing loss and the z-loss of each of these shards or sequences.
+    /// The load-balancing loss and the z-loss of each shard, or of each sequence with `balance = "sequence"`.
     pub losses: B::Buf<f32>,
     /// Whether the rows fit on this rank.
     pub placed: Placed<B>,
-    /// The loads for the layer's load-balancing loss, if the loss is not computed for each shard separately. The loads come from the
-    /// forward pass, and recomputation does not change them.
+    /// The expert loads over which the layer's load-balancing loss is computed, if this is not done for each shard separately. The loads
+    /// come from the forward pass; the recomputation in the backward pass does not change these loads.
     pub batch: Option<BatchLoad<B>>,
 }
 
-/// Whether the rows of a layer fit the capacity.
+/// Whether the rows of a layer fit the capacity of the buffers.
 #[derive(Debug, Clone)]
 pub enum Placed<B: Kernels> {
     /// On one rank, the number of rows that were found, and the capacity.
@@ -118,7 +118,7 @@ impl<B: Kernels> MoeSaved<B> {
         &self.router.routing
     }
 
-    /// The loads, the losses, and whether the rows fit the capacity.
+    /// The expert loads, the router losses, and whether the rows fit the capacity of the buffers.
     pub fn routed(&self) -> Routed<B> {
         let routing = &self.router.routing;
         Routed {
@@ -133,7 +133,7 @@ impl<B: Kernels> MoeSaved<B> {
         }
     }
 
-    /// Returns the input, and recomputes it if it was not saved, because the backward pass needs the input.
+    /// Returns the layer's input for the backward pass; if the input was not saved, `again` recomputes the input.
     pub fn give_input(&mut self, again: impl FnOnce() -> Result<Tensor<B>>) -> Result<Tensor<B>> {
         let x_td = match self.x_td.take() {
             Some(x_td) => x_td,
@@ -311,11 +311,11 @@ impl<B: Kernels> Moe<B> {
         LayerName::new(&self.experts.name)
     }
 
-    /// The forward pass, with other work while the experts send back rows. On one rank, where no rows are sent, the other work runs after
-    /// the sum of the experts' rows, when less memory is in use.
+    /// Runs the forward pass, and runs other work while the ranks of the experts send rows back. On one rank no rows are sent, so the other
+    /// work runs after the experts' rows are summed, when less memory is in use.
     ///
     /// # Errors
-    /// Errors of the backend, of other ranks and of the other work.
+    /// Passes on errors of the backend, of other ranks and of the other work.
     pub fn forward_beside<T>(
         &self,
         cx: &Cx<'_, B>,
@@ -334,11 +334,11 @@ impl<B: Kernels> Moe<B> {
         Ok((y_td, saved, made))
     }
 
-    /// The backward pass, with other work while rows are sent back, as in [`Moe::forward_beside`]. The gradients of weights are also
-    /// computed during this transfer.
+    /// Runs the backward pass, and runs other work while rows are sent back, like [`Moe::forward_beside`]. The gradients of weights are
+    /// also computed during this transfer.
     ///
     /// # Errors
-    /// Errors of the backend, of other ranks and of the other work.
+    /// Passes on errors of the backend, of other ranks and of the other work.
     pub fn backward_beside<T>(
         &mut self,
         cx: &Cx<'_, B>,

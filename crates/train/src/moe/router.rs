@@ -15,9 +15,10 @@ use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 pub struct Router<B: Kernels> {
     /// The weight `[e, d]`.
     pub weight: Param<B>,
-    /// Bias of each expert's score in the top-k choice: `[e]`. The load of the experts changes the bias; a bias has no gradient.
+    /// The bias that is added to each expert's score for the top-k choice: `[e]`. The bias has no gradient: each step changes the bias
+    /// according to the load of the experts.
     pub bias: Option<Param<B>>,
-    /// The sizes and the loss factors.
+    /// The sizes of the layer, and the factors of the router's losses.
     pub shape: MoeShape,
     /// How experts are chosen, and how their gate weights are computed.
     pub rule: RouteRule,
@@ -25,7 +26,7 @@ pub struct Router<B: Kernels> {
     pub balance: Balance,
 }
 
-/// The router's saved decision. The caller passes the router's input to the backward pass.
+/// The router's saved decision. The router's input is not saved here, because the caller passes the input to the backward pass.
 #[derive(Debug)]
 pub struct RouterSaved<B: Kernels> {
     pub(super) layer: String,
@@ -37,12 +38,12 @@ pub struct RouterSaved<B: Kernels> {
     pub(super) batch: Option<BatchLoad<B>>,
 }
 
-/// The loads of all expert layers together. The load-balancing loss treats the rows of these layers as one batch.
+/// The expert loads of all expert layers together. The load-balancing loss treats the rows of these layers as one batch.
 #[derive(Debug, Clone)]
 pub struct BatchLoad<B: Kernels> {
-    /// For each expert, the number of slots of the micro-batch that chose the expert, over all layers and ranks, as whole numbers.
+    /// For each expert, how many slots of the micro-batch chose this expert, over all layers and ranks; the values are whole numbers.
     pub load: B::Buf<f64>,
-    /// Number of rows of probabilities: layers · tokens of the micro-batch.
+    /// Number of rows of router probabilities: layers · tokens of the micro-batch.
     pub rows: usize,
 }
 
@@ -59,11 +60,11 @@ impl<B: Kernels> Saved for RouterSaved<B> {
 }
 
 impl<B: Kernels> Router<B> {
-    /// Creates the router with random weights. This rank stores its own rows of the F32 master, and computes with all rows. Biases start
-    /// with zeros.
+    /// Creates the router with random weights. This rank stores only its own rows of the F32 master weight, but computes with all rows.
+    /// Biases start with zeros.
     ///
     /// # Errors
-    /// The error of [`Param::only`] if the part is not a router; errors of the backend.
+    /// Returns the error of [`Param::only`] if the part is not a router, and passes on errors of the backend.
     pub fn new(cx: &Cx<'_, B>, spec: &MoeSpec) -> Result<Self> {
         let (weight, bias) = Param::with_bias(cx, &spec.router)?;
         Ok(Self { weight, bias, shape: spec.shape, rule: spec.rule(), balance: spec.options.balance })
@@ -91,13 +92,13 @@ impl<B: Kernels> Router<B> {
         self.weight.layer()
     }
 
-    /// See [`Layer::wanted`](crate::layers::Layer::wanted): the copy is F32 unless the recipe sets BF16.
+    /// Like [`Layer::wanted`](crate::layers::Layer::wanted); the copy of the weight is F32 unless the recipe sets BF16.
     pub fn wanted(&self, cx: &Cx<'_, B>) -> Wanted<'_, B> {
         let layer = Layer::new(LayerKind::Router, self.layer());
         self.weight.for_products(&cx.plan(&layer).weights, self.layer())
     }
 
-    /// Routes the tokens of this rank.
+    /// Chooses the experts for the tokens of this rank.
     pub fn forward(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<RouterSaved<B>> {
         let x = Operand::Plain(x_td.clone());
         let logits = Gemm { a: &x, b: self.weight.w()?, out: DType::F32 }.run(cx.b)?;

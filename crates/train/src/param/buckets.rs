@@ -20,11 +20,11 @@ use std::ops::Range;
 /// make the last bucket slower, which no computation overlaps. PyTorch's DDP uses the same size.
 const BUCKET_BYTES: usize = 25 << 20;
 
-/// This rank's gradients, until they are summed over ranks.
+/// Buffers that collect this rank's gradients until the gradients are summed over ranks.
 ///
-/// Gradients are put into a bucket in the order in which they become ready, which is the same on all ranks that sum these gradients. A full
-/// bucket is sent after the previous bucket has been received. So at most two buckets are in memory: one that is being filled, and one in
-/// flight. A gradient as large as a bucket is sent alone.
+/// Gradients enter a bucket in the order in which they become ready; this order is the same on all ranks that sum these gradients. A full
+/// bucket is sent after the previous bucket has been received. So at most two buckets are in memory: one bucket that is being filled, and
+/// one bucket in flight. A gradient as large as a bucket is sent alone.
 #[derive(Debug)]
 pub struct Buckets<B: Kernels> {
     bytes: usize,
@@ -41,7 +41,7 @@ impl<B: Kernels> Default for Buckets<B> {
 }
 
 impl<B: Kernels> Buckets<B> {
-    /// Buckets of this size in bytes. No bit of a sum depends on the size.
+    /// Creates buckets of this size in bytes. The size of the buckets does not change any bit of a sum.
     pub fn of_bytes(bytes: usize) -> Self {
         Self { bytes, replicated: Lane::default(), experts: Lane::default() }
     }
@@ -100,11 +100,11 @@ impl<B: Kernels> Buckets<B> {
 pub(super) struct Summand<B: Kernels> {
     /// The name of the weight.
     pub name: String,
-    /// This rank's gradient, with all rows.
+    /// This rank's gradient of all rows of the weight.
     pub values: B::Buf<f32>,
-    /// The ranges of values that each rank receives.
+    /// For each rank, the range of values that the rank receives.
     pub parts: Vec<Range<usize>>,
-    /// The tensor that receives the sum of the rows that this rank keeps: F32, or BF16, to which the sum is rounded once.
+    /// The tensor that receives the sum of this rank's rows: F32, or BF16, in which case the sum is rounded once.
     pub into: Tensor<B>,
 }
 

@@ -35,8 +35,8 @@ pub(super) struct OfRank<B: Kernels> {
 }
 
 impl<B: Kernels> OfRank<B> {
-    /// Quantizes this rank's rows of the master. `delayed` contains the delayed scales of all matrices. For tensor scales, `amax` contains
-    /// the result of [`largest`].
+    /// Quantizes this rank's rows of the master. `delayed` contains the delayed scales of all matrices. If one scale covers a whole tensor,
+    /// `amax` contains the tensor's largest magnitude, as computed by [`largest`].
     pub fn new(
         b: &B,
         (slices, master): (&Slices, &Tensor<B>),
@@ -64,7 +64,7 @@ impl<B: Kernels> OfRank<B> {
         Ok(Self { codec, pieces, found_amax: amax.filter(|_| delayed.is_some()) })
     }
 
-    /// Saves the counts and magnitudes of these rows.
+    /// Saves the quantization counts and the largest magnitudes of these rows for the step's record.
     pub fn keep_counts(&self, cx: &Cx<'_, B>, name: &str, cells: Option<FoundCells>) -> Result<()> {
         // This rank's values count, because no other rank has these rows.
         let cells = cells.map(|cells| FoundCells { is_counted: true, ..cells });
@@ -82,8 +82,8 @@ impl<B: Kernels> OfRank<B> {
         Ok(vec![Emitted { rows: None, cols: None, counts: Some(Counts::zeros(b)?), found }])
     }
 
-    /// The copies that put the codes into the bytes that this rank sends, from byte `at` on. Adds the buffers from which the copies read to
-    /// `from`.
+    /// The copies that write the codes into the bytes that this rank sends, starting at byte `at`. Adds the buffers that these copies read
+    /// to `from`.
     pub fn pack(
         &self,
         b: &B,

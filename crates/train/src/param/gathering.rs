@@ -23,7 +23,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 /// messages are sent one after the other.
 const UNDER_WAY: usize = 2;
 
-/// A weight, and the form in which passes read it: [`Param::as_it_is`], [`Param::for_products`].
+/// A weight that passes need, and the form in which passes read it: [`Param::as_it_is`] or [`Param::for_products`].
 #[derive(Debug)]
 pub struct Wanted<'a, B: Kernels> {
     pub(super) param: &'a Param<B>,
@@ -41,9 +41,9 @@ pub(super) enum Copies {
 /// The copies of a weight for GEMMs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ProductCopies {
-    /// The plan of the copies.
+    /// The plan of the copies of the weight.
     pub plan: WeightPlan,
-    /// Hash of the linear layer's name. The hash seeds a transform's signs.
+    /// Hash of the linear layer's name. The hash seeds the random signs of the layer's Hadamard transforms.
     pub linear: u32,
 }
 
@@ -61,7 +61,8 @@ impl ProductCopies {
     }
 }
 
-/// The copies of weights for which passes wait, in groups, in the order in which the groups are finished. All ranks have the same groups.
+/// The copies of weights that are being gathered from all ranks, in groups, in the order in which the groups are finished. All ranks have
+/// the same groups.
 ///
 /// When a gathering begins, each rank converts its own rows, in the order of the weights.
 #[derive(Debug)]
@@ -148,10 +149,10 @@ impl<B: Kernels> Wanted<'_, B> {
 }
 
 impl<B: Kernels> Gathering<B> {
-    /// Converts this rank's own rows, and sends the rows of the first groups.
+    /// Converts the rows that this rank stores, and sends the converted rows of the first groups.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn begin(cx: &Cx<'_, B>, groups: Vec<Vec<Wanted<'_, B>>>) -> Result<Self> {
         let mut here = BTreeSet::new();
         let mut ways = Vec::with_capacity(groups.len());
@@ -182,7 +183,7 @@ impl<B: Kernels> Gathering<B> {
     /// of a later group. Does nothing if every group is finished.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn finish_next(&mut self, cx: &Cx<'_, B>, params: Vec<&mut Param<B>>) -> Result<()> {
         match self.groups.pop_front() {
             None => Ok(()),

@@ -6,13 +6,14 @@ use crate::cx::Cx;
 use nibble_core::ops::{GroupedWgrad, SumShards};
 use nibble_core::{DType, Data, Error, Groups, Kernels, Operand, Result, Tensor};
 
-/// The type of a gradient, and the time at which its shards are summed.
+/// The data type of a gradient, and the time at which the gradients of the shards are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GradientPlan {
     /// The type of the stored gradient: F32 or BF16. A BF16 gradient is rounded once per micro-batch and accumulated in F32.
     pub dtype: DType,
-    /// Sum the shards, and start the sum over ranks, right after the pass that computes the gradient. Memory then holds one gradient
-    /// instead of one per shard. A step may have only one such pass: one micro-batch, and a weight that is used once.
+    /// Whether to sum the shards, and start the sum over ranks, right after the pass that computes the gradient. If so, memory holds one
+    /// gradient instead of one gradient per shard. If `at_once` is true, a step must have only one such pass: one micro-batch, and a weight
+    /// that is used once.
     pub at_once: bool,
 }
 
@@ -43,7 +44,7 @@ impl<B: Kernels> Default for Gradient<B> {
     }
 }
 
-/// How a pass writes a gradient that has no contents yet.
+/// How a pass writes to a gradient buffer that has no contents yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Writes {
     /// The pass overwrites the gradient with the result of one GEMM, which is rounded once.
@@ -57,16 +58,17 @@ pub enum Writes {
 /// The tensors of a parameter that the optimizer reads and changes.
 #[derive(Debug)]
 pub struct Optimized<'a, B: Kernels> {
-    /// The master in F32, with the rows that this rank keeps.
+    /// The F32 master weight, with the rows that this rank stores.
     pub master: &'a mut Tensor<B>,
-    /// The gradient of the same rows, summed over shards and ranks.
+    /// The gradient of the rows of `master`, summed over shards and ranks.
     pub grad: &'a Tensor<B>,
-    /// AdamW's moments of the same rows.
+    /// AdamW's moments of the rows of `master`.
     pub moments: &'a mut Moments<B>,
 }
 
 impl<B: Kernels> Param<B> {
-    /// Adds dW = dYᵀ·X of each group to the gradient. The groups are shards for a replicated weight, and parts of experts for a stack.
+    /// Adds the weight gradient dW = dYᵀ·X of each group of rows to the accumulated gradient. The groups are shards if every rank holds the
+    /// weight, and parts of experts if the weight is a stack of experts.
     pub fn accumulate_wgrad(
         &mut self,
         cx: &Cx<'_, B>,
@@ -79,11 +81,11 @@ impl<B: Kernels> Param<B> {
         })
     }
 
-    /// Runs a pass that computes this parameter's gradient. `pass` gets the matrices to write, and whether to add to their contents. There
-    /// is one matrix for each matrix of the parameter and each local shard, stacked by rows.
+    /// Runs a pass that computes this parameter's gradient. `pass` gets the matrices to write, and a flag that says whether to add to their
+    /// contents. There is one matrix for each matrix of the parameter and each local shard, stacked by rows.
     ///
     /// # Errors
-    /// The errors of `pass`; [`Error::Shape`] for a second pass of a step whose shards were summed after the first pass.
+    /// Returns the errors of `pass`, and [`Error::Shape`] for a second pass of a step whose shards were summed after the first pass.
     pub fn add_gradient<R>(
         &mut self,
         cx: &Cx<'_, B>,
@@ -177,8 +179,8 @@ impl<B: Kernels> Param<B> {
         cx.buckets.borrow_mut().put((b, self.replicas(cx.mesh)), self.placement, summand)
     }
 
-    /// The gradient that the passes of this step have written; `None` before the first pass, and while the sum over ranks is in flight.
-    /// Before the shards are summed, there is one matrix per shard.
+    /// The gradient that this step's passes have written; `None` before the first pass, and while the sum over ranks is in flight. Before
+    /// the shards are summed, the gradient consists of one matrix per shard.
     pub fn grad(&self) -> Option<&Tensor<B>> {
         let Gradient { values, written, .. } = &self.gradient;
         values.as_ref().filter(|_| *written)
@@ -196,11 +198,11 @@ impl<B: Kernels> Param<B> {
         self.values(b, shards).map(drop)
     }
 
-    /// Sums the gradient over shards and ranks, or finishes this sum if it was started right after the gradient's pass. Each rank gets the
-    /// sum of the rows that it stores. See [`reduce_gradients`] for several weights.
+    /// Sums the gradient over shards and ranks; if this sum was already started after the gradient's pass, waits for its end. Each rank
+    /// gets the sum of those rows that the rank stores. [`reduce_gradients`] does the same for several weights.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn reduce_gradient(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         self.begin_reduction(cx)?;
         self.finish_reduction(cx)
@@ -229,10 +231,11 @@ impl<B: Kernels> Param<B> {
         Ok(())
     }
 
-    /// Waits for the sum over ranks, if it has been started. All ranks that hold a weight must wait for their weights in the same order.
+    /// Waits for the sum over ranks, if the sum has been started. All ranks that hold the same weights must wait for these weights in the
+    /// same order.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn finish_reduction(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         if !self.gradient.summing {
             return Ok(());
@@ -245,16 +248,16 @@ impl<B: Kernels> Param<B> {
         Ok(())
     }
 
-    /// The sum over shards and ranks, with the shape of the master, after [`Param::reduce_gradient`].
+    /// The gradient summed over shards and ranks, with the shape of the master; available after [`Param::reduce_gradient`].
     pub fn reduced(&self) -> Option<&Tensor<B>> {
         let grad = self.gradient.sum.as_ref().or(self.gradient.values.as_ref());
         grad.filter(|grad| grad.shape() == self.master.shape())
     }
 
-    /// The result of [`Param::reduced`], with the tensors that the optimizer changes.
+    /// The summed gradient ([`Param::reduced`]), together with the tensors that the optimizer changes.
     ///
     /// # Errors
-    /// [`Error::Shape`] before [`Param::reduce_gradient`], or without moments.
+    /// Returns [`Error::Shape`] before [`Param::reduce_gradient`], or without moments.
     pub fn optimized(&mut self) -> Result<Optimized<'_, B>> {
         let Self { name, master, gradient, moments, .. } = self;
         let grad = gradient.sum.as_ref().or(gradient.values.as_ref());
@@ -270,11 +273,11 @@ impl<B: Kernels> Param<B> {
     }
 }
 
-/// Calls [`Param::reduce_gradient`] for all of these parameters. Sums over ranks are sent together. Sums that have not been started are
-/// started in this order.
+/// Calls [`Param::reduce_gradient`] for all of these parameters. Sums over ranks are sent together. Sums that have not been started yet are
+/// started in the order of `params`.
 ///
 /// # Errors
-/// The errors of the backend and other ranks.
+/// Returns the errors of the backend and other ranks.
 pub fn reduce_gradients<B: Kernels>(cx: &Cx<'_, B>, params: &mut [&mut Param<B>]) -> Result<()> {
     params.iter_mut().try_for_each(|param| param.begin_reduction(cx))?;
     cx.buckets.borrow_mut().send(cx.b, cx.mesh)?;

@@ -48,17 +48,17 @@ use std::borrow::Cow;
 pub struct Param<B: Kernels> {
     /// The canonical name. For stacked experts, this is the name of the stack.
     pub name: String,
-    /// The master weight in F32, with the rows of [`Param::slices`] that this rank keeps.
+    /// The F32 master weight: only the rows of [`Param::slices`] that this rank stores.
     pub master: Tensor<B>,
-    /// The rows that each rank keeps, among the ranks that hold the same values.
+    /// The rows that each rank stores, among the ranks that share the same values.
     pub slices: Slices,
     /// The gradient to which the backward passes of a step add.
     pub gradient: Gradient<B>,
     /// AdamW's moments; `None` in a model that is not trained.
     pub moments: Option<Moments<B>>,
-    /// The placement of the parameter on ranks.
+    /// How the parameter is placed on the ranks.
     pub placement: Placement,
-    /// Whether weight decay applies: to matrices, but not to norms.
+    /// Whether weight decay applies to the parameter: true for matrices, false for norms.
     pub decays: bool,
     /// The rule by which a step changes the parameter.
     pub update: Update,
@@ -70,7 +70,7 @@ pub struct Param<B: Kernels> {
     first: u64,
 }
 
-/// First and second moment of AdamW, both F32 or both BF16, for the rows of the master.
+/// AdamW's first and second moments, both F32 or both BF16, for the rows of the master that this rank stores.
 #[derive(Debug, Clone)]
 pub struct Moments<B: Kernels> {
     /// The first moment, with the shape of the master.
@@ -99,7 +99,7 @@ enum Turned<B: Kernels> {
 }
 
 impl<B: Kernels> Param<B> {
-    /// A parameter with these values. All values are on this rank.
+    /// Creates a parameter with these values. This rank stores all values of the parameter.
     pub fn new(name: impl Into<String>, master: Tensor<B>, placement: Placement) -> Self {
         let name = name.into();
         let stack = placement.stack();
@@ -123,10 +123,10 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// A parameter with this rank's rows of the initial values in its description.
+    /// Creates a parameter from its description, with the initial values of this rank's rows.
     ///
     /// # Errors
-    /// The errors of the backend.
+    /// Returns the errors of the backend.
     pub fn of(cx: &Cx<'_, B>, spec: &ParamSpec) -> Result<Self> {
         let ((rows, cols), Mesh { all, ep, dp }) = (spec.shape(), cx.mesh);
         let (placement, first, replicas) = match spec.experts {
@@ -160,10 +160,11 @@ impl<B: Kernels> Param<B> {
         self.update == Update::Gradient
     }
 
-    /// The only weight of a part. Every rank computes with all rows of the weight; this rank keeps its own rows of the master.
+    /// The weight of a part that has exactly one weight. Every rank computes with all rows of the weight, but stores only its own rows of
+    /// the master.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a part with several weights; errors of the backend.
+    /// Returns [`Error::Shape`] for a part with several weights, and passes on errors of the backend.
     pub fn only(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         match part.weights() {
             [weight] if weight.experts.is_none() => Self::of(cx, weight),
@@ -174,10 +175,10 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// The weight of a part with one weight, and the part's bias if there is one.
+    /// The weight of a part that has one weight, and the part's bias if there is one.
     ///
     /// # Errors
-    /// The errors of [`Param::only`].
+    /// Returns the errors of [`Param::only`].
     pub fn with_bias(cx: &Cx<'_, B>, part: &Part) -> Result<(Self, Option<Self>)> {
         match part.weights() {
             [weight, bias] if bias.shape().0 == 1 && weight.experts.is_none() => {
@@ -197,15 +198,15 @@ impl<B: Kernels> Param<B> {
         self.placement.stack()
     }
 
-    /// Numbers of rows and columns of all slices together.
+    /// Numbers of rows and columns of the parameter, with the slices of all ranks together.
     pub fn shape(&self) -> (usize, usize) {
         (self.slices.num_rows(), self.slices.cols())
     }
 
-    /// All rows of the master, or of a tensor with the same rows, gathered from all ranks that keep rows. `mine` contains this rank's rows.
+    /// Gathers all rows of the master, or of a tensor with the same rows, from all ranks that store rows. `mine` contains this rank's rows.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn gathered(&self, b: &B, mesh: Mesh<'_, B>, mine: &Tensor<B>) -> Result<Tensor<B>> {
         if !self.slices.is_divided() {
             return Ok(mine.clone());
@@ -217,16 +218,16 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// All rows, for passes that read the rows directly: [`Param::plain`].
+    /// Requests all rows, for passes that read the rows directly through [`Param::plain`].
     pub fn as_it_is(&self) -> Wanted<'_, B> {
         Wanted { param: self, copies: Copies::AsItIs }
     }
 
-    /// The copies that GEMMs read under this plan, [`Param::w`] and [`Param::wt`]: quantized or cast, and transposed for dgrad. If
-    /// possible, a rank converts its own rows before it sends them: it casts the rows, or quantizes them unless one scale covers a whole
-    /// row or column. A tensor scale is first measured over all ranks.
+    /// Requests the copies that GEMMs read under this plan ([`Param::w`] and [`Param::wt`]): quantized or cast, and transposed for dgrad.
+    /// If possible, a rank casts or quantizes its own rows before it sends them. Rows cannot be quantized before sending if one scale
+    /// covers a whole row or column. If one scale covers the whole tensor, the largest magnitude is first computed over all ranks.
     ///
-    /// `linear` is the name of the layer, which seeds the signs of transforms.
+    /// `linear` is the name of the layer, which seeds the random signs of Hadamard transforms.
     pub fn for_products(&self, plan: &WeightPlan, linear: &str) -> Wanted<'_, B> {
         let to = ProductCopies { plan: *plan, linear: fnv1a32(linear) };
         Wanted { param: self, copies: Copies::Products(to) }
@@ -235,7 +236,7 @@ impl<B: Kernels> Param<B> {
     /// All rows of the weight, in F32.
     ///
     /// # Errors
-    /// [`Error::Shape`] if this rank does not have all rows yet.
+    /// Returns [`Error::Shape`] if this rank does not have all rows yet.
     pub fn plain(&self) -> Result<&Tensor<B>> {
         match self.slices.is_divided() {
             false => Ok(&self.master),
@@ -387,7 +388,7 @@ impl<B: Kernels> Param<B> {
         Ok(())
     }
 
-    /// Drops the copies. The memory of the copies is then free until the next step, and no copy shares the master's buffer.
+    /// Drops the copies. After this call, the memory of the copies is free until the next step, and no copy shares the master's buffer.
     pub fn release(&mut self) {
         (self.shadow, self.whole) = (None, None);
     }
@@ -395,15 +396,15 @@ impl<B: Kernels> Param<B> {
     /// The copy of the weight that fprop reads.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the copies do not exist yet: see [`Param::for_products`].
+    /// Returns [`Error::Shape`] if the copies do not exist yet ([`Param::for_products`] creates them).
     pub fn w(&self) -> Result<&Operand<B>> {
         self.shadow.as_ref().map(|s| &s.w).ok_or_else(|| self.unprepared())
     }
 
-    /// The copy of the weight that dgrad reads. A decoded copy exists as long as the returned value.
+    /// The copy of the weight that dgrad reads. If the copy must be decoded, the decoded tensor exists only as long as the returned value.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the copies do not exist yet: see [`Param::for_products`]; errors of the backend.
+    /// Returns [`Error::Shape`] if the copies do not exist yet ([`Param::for_products`] creates them). Passes on errors of the backend.
     pub fn wt(&self, cx: &Cx<'_, B>) -> Result<Cow<'_, Operand<B>>> {
         let Some(Shadow { w, wt: Some(wt) }) = &self.shadow else { return Err(self.unprepared()) };
         match wt {

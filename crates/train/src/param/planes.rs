@@ -16,13 +16,13 @@ pub(super) struct PackedRows {
 }
 
 impl PackedRows {
-    /// A layout with one buffer of values, which have `of_value` bytes each.
+    /// A layout with one buffer of unquantized values, each of which takes `of_value` bytes.
     pub fn plain(slices: Slices, of_value: usize) -> Self {
         let planes = vec![PlaneBytes { lines: 1, each: 1, bits: 8 * of_value * slices.cols() }];
         Self { slices, planes }
     }
 
-    /// A layout with [`PARTS`] buffers of the weight and, if `is_twice` is true, as many buffers of its transpose.
+    /// A layout with the [`PARTS`] buffers of a quantized weight and, if `is_twice` is true, as many buffers of the weight's transpose.
     pub fn codes(slices: Slices, codec: Codec, is_twice: bool) -> Self {
         let axis = if codec.format().spec().tiles { BlockAxis::Tile } else { BlockAxis::Row };
         let matrix = (slices.matrix_rows(), slices.cols());
@@ -44,7 +44,7 @@ impl PackedRows {
         self.planes.iter().flat_map(|plane| pieces.iter().map(|piece| plane.bytes_of(piece))).sum()
     }
 
-    /// The parts that this rank sends, in order: number of the buffer, number of the piece, and number of bytes.
+    /// The parts that this rank sends, in order; each tuple has the number of the buffer, the number of the piece, and the number of bytes.
     pub fn mine(&self) -> Vec<(usize, usize, usize)> {
         let pieces = self.slices.pieces(self.slices.rank());
         let of_plane = |(number, plane): (usize, &PlaneBytes)| -> Vec<_> {
@@ -53,8 +53,8 @@ impl PackedRows {
         self.planes.iter().enumerate().flat_map(of_plane).collect()
     }
 
-    /// The copies that put all ranks' rows of buffer `number` at their places in the whole buffer, which is output buffer `to`. The input
-    /// buffer contains the received bytes, and `starts` contains the offset of each rank's bytes in the input buffer.
+    /// The copies that move the rows of all ranks to their places in buffer `number`; the copies write to output buffer `to`. The copies
+    /// read the received bytes from one input buffer, in which each rank's bytes begin at the offset in `starts`.
     pub fn unpack(&self, starts: &[usize], number: usize, to: usize) -> Vec<LineCopy> {
         let (before, plane) = (&self.planes[..number], &self.planes[number]);
         let matrix_rows = self.slices.matrix_rows();

@@ -59,11 +59,11 @@ enum Form {
 }
 
 impl<B: Kernels> Shipment<B> {
-    /// Sends this rank's rows in one message to each rank. A single plain weight is received directly at its final place. If a backward
-    /// pass follows, the transposes of quantized weights are sent too.
+    /// Sends this rank's rows in one message to each rank. A single plain weight is received directly at its final place. If `training` is
+    /// true, a backward pass follows, so the transposes of quantized weights are sent too.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn begin(b: &B, replicas: &dyn Comm<B>, training: bool, cargo: Vec<Cargo<B>>) -> Result<Self> {
         let mut weights: Vec<Coming> = cargo.iter().map(|cargo| Coming::of(cargo, training)).collect();
         if let [Cargo { slices, rows: Rows::Plain(x) }] = &cargo[..] {
@@ -106,10 +106,10 @@ impl<B: Kernels> Shipment<B> {
         Ok(Self { transfer, weights })
     }
 
-    /// Waits for all rows of each weight. Returns the weights in the order in which they were sent.
+    /// Waits until all rows of each weight have arrived. Returns the weights in the order in which they were sent.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn wait(self, b: &B) -> Result<Vec<Whole<B>>> {
         let came = self.transfer.wait(b)?;
         self.weights.iter().map(|weight| weight.whole(b, &came)).collect()

@@ -11,11 +11,12 @@ use std::ops::Range;
 /// Number of rows of a tile. A slice boundary never splits a tile, so it never splits a block of codes in either direction.
 pub(super) const TILE: usize = 128;
 
-/// The rows of a parameter that each rank keeps. The parameter's matrices are stacked by rows. A single rank keeps all rows.
+/// The rows of a parameter that each rank stores. The parameter's matrices are stacked by rows. A single rank keeps all rows.
 ///
-/// A slice consists of whole tiles of 128 rows of each matrix, if such tiles are whole chunks of the gradient's norm; otherwise it consists
-/// of whole matrices. So the blocks and chunks of a slice are also blocks and chunks of the whole matrix. The slices of two ranks differ by
-/// at most one tile. The parameter's name determines which ranks have the smaller slices, so that these are not always the same ranks.
+/// A slice consists of whole tiles of 128 rows of each matrix, provided that such tiles are whole chunks of the gradient's norm. Otherwise
+/// a slice consists of whole matrices. So the blocks and chunks of a slice are also blocks and chunks of the whole matrix. The slices of
+/// two ranks differ by at most one tile. The parameter's name determines which ranks have the smaller slices, so that these are not always
+/// the same ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slices {
     /// Number of rows of each matrix; `cols` and `stack` are the numbers of columns and of matrices.
@@ -33,17 +34,17 @@ pub struct Slices {
 /// A part of a slice: some rows of one matrix, or several consecutive whole matrices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// Number of the first matrix.
+    /// Index of the piece's first matrix.
     pub first: usize,
-    /// Number of matrices in the piece: one (whole or in part), or several whole matrices.
+    /// Number of matrices in the piece: either one matrix (all or some of its rows), or several whole matrices.
     pub matrices: usize,
-    /// The range of rows of each matrix.
+    /// The range of rows in each matrix of the piece.
     pub rows: Range<usize>,
 }
 
 impl Slices {
-    /// The slices of the parameter `name`, which has `stack` matrices of `matrix` rows and `cols` columns, seen from rank `rank` of
-    /// `ranks`.
+    /// Divides the parameter `name` into slices, from the viewpoint of rank `rank` of `ranks`; the parameter has `stack` matrices of
+    /// `matrix` rows and `cols` columns.
     pub fn new(
         name: &str,
         (matrix, cols): (usize, usize),
@@ -61,7 +62,7 @@ impl Slices {
         self.ranks > 1
     }
 
-    /// Number of rows of all slices.
+    /// Number of rows of the slices of all ranks together.
     pub fn num_rows(&self) -> usize {
         self.stack * self.matrix
     }
@@ -135,12 +136,12 @@ impl Slices {
         self.matrix * self.cols
     }
 
-    /// Number of values that precede this rank's slice in the matrix in which the slice begins.
+    /// Number of values that come before this rank's slice within the slice's first matrix.
     pub fn skip(&self) -> usize {
         self.mine().start.checked_rem(self.matrix).unwrap_or(0) * self.cols
     }
 
-    /// The range of the norm's chunks in every rank's slice, in the order of the ranks.
+    /// For each rank, the range of chunks of the gradient's norm that are in the rank's slice.
     pub fn chunks(&self) -> Vec<Range<usize>> {
         let of_matrix = squares_chunks(self.matrix_values());
         let before = |row: usize| match self.matrix {

@@ -22,38 +22,39 @@ use nibble_core::recipe::{Layers, Share};
 use nibble_core::{DeviceKind, MeshShape, Recipe};
 use nibble_dry::Work;
 
-/// The additional work of recomputation in a step, over all ranks.
+/// The additional work that recomputation adds to a step, over all ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Extra {
-    /// Flops of products and attention.
+    /// Flops of the additional GEMMs and attention.
     pub flops: f64,
-    /// Seconds at the data-sheet rates of an H200, a sum over ops: the larger of bytes / memory rate and flops / tensor-core rate.
+    /// Seconds at the data-sheet rates of an H200: the sum, over all ops, of the larger of bytes / memory rate and flops / tensor-core
+    /// rate.
     pub seconds: f64,
 }
 
-/// A value of `train.recompute`, with the predictions for it.
+/// A value of `train.recompute`, with the memory and the work that are predicted for this value.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Recomputed {
     /// The value.
     pub recompute: Recompute,
     /// Bytes per device: [`Prediction::device_bytes`].
     pub bytes: usize,
-    /// The work, compared with a step that recomputes nothing.
+    /// The additional work, compared with a step that recomputes nothing.
     pub extra: Extra,
 }
 
-/// The result of a search.
+/// The result of the search for the least recomputation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Least {
     /// A run that recomputes nothing.
     pub nothing: Recomputed,
-    /// The cheapest choice that fits; `None` if no choice fits.
+    /// The cheapest choice with which the run fits in memory; `None` if no choice fits.
     pub fits: Option<Recomputed>,
     /// The choice that needs the least memory.
     pub smallest: Recomputed,
     /// Flops of a step that recomputes nothing, over all ranks.
     pub step_flops: f64,
-    /// Seconds of a step that recomputes nothing, as of [`Extra::seconds`].
+    /// Seconds of a step that recomputes nothing, estimated in the same way as [`Extra::seconds`].
     pub step_seconds: f64,
     /// Number of rehearsals.
     pub rehearsals: usize,
@@ -62,7 +63,7 @@ pub struct Least {
 /// Finds the least recomputation with which a run needs at most `limit` bytes per device. `train.recompute` of the configuration is ignored.
 ///
 /// # Errors
-/// The errors of [`predict`], except that a choice whose sizes overflow does not fit.
+/// Returns the errors of [`predict`], except that a choice whose sizes overflow does not fit.
 pub fn least_recompute(kind: DeviceKind, mesh: MeshShape, config: &Config, limit: usize) -> Result<Least> {
     let recipe = checked_recipe(config)?;
     let mut search = Search { kind, mesh, config: config.begun_on(kind, &recipe), recipe, rehearsals: 0 };

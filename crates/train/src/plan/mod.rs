@@ -49,18 +49,18 @@ use std::collections::BTreeMap;
 pub struct Gpu {
     /// The GPU's product name.
     pub name: &'static str,
-    /// Number of bytes that the GPU's driver gives a process.
+    /// Number of bytes of GPU memory that the driver makes available to a process.
     pub bytes: usize,
 }
 
-/// Hopper GPUs, smallest first, with the memory that remains after the driver and ECC.
+/// Hopper GPUs, smallest first, each with the memory that the driver and ECC leave.
 pub const GPUS: [Gpu; 3] = [
     Gpu { name: "H100 (80 GB)", bytes: 79 << 30 },
     Gpu { name: "H100 NVL or GH200 (94 to 96 GB)", bytes: 93 << 30 },
     Gpu { name: "H200 (141 GB)", bytes: 139 << 30 },
 ];
 
-/// The memory of a run on one rank.
+/// The predicted memory of a run on one rank.
 #[derive(Debug, Clone)]
 pub struct Prediction {
     /// The kind of the rank's device.
@@ -70,11 +70,11 @@ pub struct Prediction {
     /// Number of ranks per host. These ranks share the host's memory if they compute on the CPU. Unless known otherwise, this is the number
     /// of all ranks.
     pub host_ranks: usize,
-    /// The predicted rank. [`predict`] takes the first of the ranks with the most memory.
+    /// The rank to which the prediction applies; [`predict`] takes the first of the ranks with the most memory.
     pub rank: usize,
-    /// The largest size of each of the rank's arenas.
+    /// The peak size of each arena of the rank.
     pub memory: RunMemory,
-    /// Number of bytes of a rank outside arenas: inputs, sums, reports, and with several ranks the gathered pieces of a checkpoint.
+    /// Number of bytes of a rank outside its arenas: inputs, sums, reports, and with several ranks the gathered pieces of a checkpoint.
     pub beside_bytes: usize,
     /// The saved activations of a forward pass.
     pub ledger: Ledger,
@@ -83,7 +83,7 @@ pub struct Prediction {
 }
 
 impl Prediction {
-    /// Number of bytes of each part on one rank.
+    /// The parts of a rank's predicted memory, each with its name and number of bytes.
     pub fn parts(&self) -> [(&'static str, usize); 5] {
         let [weights, gradients, moments, activations] =
             self.memory.arenas().map(|(name, stats)| (name, stats.total_bytes.unwrap_or(stats.peak_bytes)));
@@ -100,7 +100,8 @@ impl Prediction {
         }
     }
 
-    /// Number of bytes per device. A GPU has one rank. A host has all of its ranks; each is counted like this rank.
+    /// Number of bytes per device. A GPU has one rank. A CPU host has all of its ranks, and each of these ranks is assumed to need as much
+    /// memory as this rank.
     pub fn device_bytes(&self) -> usize {
         let rank: usize = self.parts().iter().map(|(_, bytes)| bytes).sum();
         rank * self.ranks_of_a_device() + self.allowance().1
@@ -128,16 +129,16 @@ impl Prediction {
 /// Predicts a run on a device of this kind, for the rank with the most memory.
 ///
 /// # Errors
-/// [`Error::Memory`] if the run needs more memory than any device has; errors of the configuration.
+/// Returns [`Error::Memory`] if the run needs more memory than any device has, and passes on errors of the configuration.
 pub fn predict(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
     predict_rank(kind, mesh, largest_rank(mesh, config)?, config, recipe)
 }
 
-/// Like [`predict`], but with balanced routing: each rank receives its share of the rows instead of its capacity. `None` if no rows are
-/// exchanged, or if the capacity is no larger than the share.
+/// Like [`predict`], but assumes balanced routing: each rank receives an equal share of the token rows, instead of as many rows as its
+/// buffers can hold. `None` if no rows are exchanged, or if the capacity is no larger than this share.
 ///
 /// # Errors
-/// The errors of [`predict`].
+/// Returns the errors of [`predict`].
 pub fn predict_balanced(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -152,10 +153,10 @@ pub fn predict_balanced(
     predict(kind, mesh, &balanced, recipe).map(Some)
 }
 
-/// Like [`predict`], but for this rank of the mesh.
+/// Like [`predict`], but predicts the memory of the rank `rank` of the mesh.
 ///
 /// # Errors
-/// The errors of [`predict`]; [`nibble_core::Error::Shape`] for a rank outside the mesh.
+/// Returns the errors of [`predict`], and [`nibble_core::Error::Shape`] for a rank outside the mesh.
 pub fn predict_rank(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -170,10 +171,10 @@ pub fn predict_rank(
     rehearsed(kind, mesh, rank, config, recipe, |rank| rank.rehearse())
 }
 
-/// Number of bytes that a rank sends in a step with balanced routing, by collective. Empty for a single rank.
+/// Number of bytes that a rank sends in a step with balanced routing, separately for each kind of collective. Empty for a single rank.
 ///
 /// # Errors
-/// The errors of [`predict_rank`].
+/// Returns the errors of [`predict_rank`].
 pub fn sent_in_a_step(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -190,11 +191,11 @@ fn predict_state(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Re
     rehearsed(kind, mesh, rank, config, recipe, |_| Ok(Ledger::default()))
 }
 
-/// Groups of ranks, in the order of their first ranks. The ranks of a group keep equally many rows of every parameter, so they need the
-/// same memory.
+/// Groups the ranks that need the same memory; the groups are in the order of their first ranks. The ranks of a group keep equally many
+/// rows of every parameter, so they need the same memory.
 ///
 /// # Errors
-/// [`Error::Config`] for sizes that overflow.
+/// Returns [`Error::Config`] for sizes that overflow.
 pub fn kinds_of_ranks(mesh: MeshShape, config: &Config) -> Result<Vec<Vec<usize>>> {
     check_sizes(config)?;
     let slices = divided(mesh, config);
@@ -240,10 +241,10 @@ fn kept_values(mesh: MeshShape, rank: usize, slices: &[(Slices, bool)]) -> impl 
 }
 
 /// The ops of one step on one rank, in order, with the bytes and flops of each op. Recomputation in the backward pass is included; copies
-/// and fills are no ops. Steps are counted from 0. Another step may have other precisions.
+/// and fills do not count as ops. Steps are counted from 0. Steps with different numbers may have different precisions.
 ///
 /// # Errors
-/// The errors of [`predict`].
+/// Returns the errors of [`predict`].
 pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u64) -> Result<Vec<Call>> {
     on_shapes(kind, MeshShape::ONE, 0, config, recipe, |dry, rank| {
         let ((), calls) = dry.counted(|| rank.rehearse_whole_step(step))?;
@@ -254,18 +255,19 @@ pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u6
 /// GEMMs and attention that a GPU runs on CUDA cores, which are many times slower than tensor cores.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OffTensorCores {
-    /// The reason: formats that tensor cores do not support, or a size.
+    /// The reason: tensor cores do not support the formats, or do not support a size.
     pub why: String,
     /// The distinct ops that run on CUDA cores for this reason.
     pub ops: Vec<&'static str>,
-    /// The fraction of these ops in the flops of all GEMMs and attention of a run.
+    /// The share of these ops in the flops of all GEMMs and attention of a run.
     pub share: f64,
 }
 
-/// The work of a run that a GPU would run on CUDA cores: in a step at every point at which precisions change, and in an evaluation.
+/// Finds the work of a run that a GPU would do on CUDA cores. The search covers a step at every point at which precisions change, and an
+/// evaluation.
 ///
 /// # Errors
-/// The errors of [`predict`].
+/// Returns the errors of [`predict`].
 pub fn off_tensor_cores(config: &Config, recipe: &Recipe) -> Result<Vec<OffTensorCores>> {
     on_shapes(DeviceKind::Gpu, MeshShape::ONE, 0, config, recipe, |dry, rank| {
         let ((_, calls), slow) = dry.slow(|| dry.counted(|| rank.rehearse()))?;
@@ -343,7 +345,8 @@ fn collected_bytes(rank: &mut RankState<'_, Dry>, mesh: MeshShape) -> usize {
 /// does not count as free.
 ///
 /// # Errors
-/// [`Error::Memory`] if the run does not fit, with the run's largest parts and the shortest list of settings that would make it fit.
+/// Returns [`Error::Memory`] if the run does not fit. The error contains the run's largest parts and the shortest list of settings with
+/// which the run would fit.
 pub fn require_room<B: Backend>(
     b: &B,
     mesh: MeshShape,
@@ -353,10 +356,10 @@ pub fn require_room<B: Backend>(
     require_room_for(b, mesh, mesh.ranks(), config, recipe)
 }
 
-/// Like [`require_room`], but with `host_ranks` ranks on this host.
+/// Like [`require_room`], but assumes that `host_ranks` ranks run on this host.
 ///
 /// # Errors
-/// The errors of [`require_room`].
+/// Returns the errors of [`require_room`].
 pub fn require_room_for<B: Backend>(
     b: &B,
     mesh: MeshShape,
@@ -459,7 +462,7 @@ pub fn overrides(settings: &[String]) -> String {
 /// Checks that this device has enough memory for weights, gradients and moments.
 ///
 /// # Errors
-/// [`Error::Memory`] if the device has too little memory.
+/// Returns [`Error::Memory`] if the device has too little memory.
 pub(crate) fn require_room_for_state<B: Backend>(
     b: &B,
     mesh: MeshShape,

@@ -83,7 +83,7 @@ const SHORT: usize = 8;
 /// settings found. If this rehearsal contradicts the search, every alternative is rehearsed with the whole model.
 ///
 /// # Errors
-/// An error if the configuration cannot be written as TOML.
+/// Returns an error if the configuration cannot be written as TOML.
 pub(super) fn shortest(
     kind: DeviceKind,
     mesh: MeshShape,

@@ -8,7 +8,8 @@ use crate::error::Result;
 use crate::recompute::Recompute;
 use nibble_core::{DeviceKind, MeshShape};
 
-/// The recipes to try. The baseline is first; each later recipe saves smaller activations. A new recipe is a new name in this list.
+/// The recipes to try. The first recipe is the baseline; each later recipe saves smaller activations than the recipe before it. A new
+/// recipe is a new name in this list.
 pub const RECIPES: [&str; 3] = ["bf16", "fp8-flow", "mxfp4-hopper"];
 
 /// Settings for a trial.
@@ -16,7 +17,7 @@ pub const RECIPES: [&str; 3] = ["bf16", "fp8-flow", "mxfp4-hopper"];
 pub struct Trial {
     /// The recipe, one of [`RECIPES`].
     pub recipe: &'static str,
-    /// What is recomputed, in canonical order.
+    /// What the trial recomputes, in canonical order.
     pub recompute: Recompute,
 }
 
@@ -35,7 +36,7 @@ impl Trial {
     /// The memory that one GPU needs to train the whole model with these settings.
     ///
     /// # Errors
-    /// The errors of [`predict`]; an error for a model that cannot be trained with these settings.
+    /// Returns the errors of [`predict`], and an error for a model that cannot be trained with these settings.
     pub fn bytes(&self, config: &Config) -> Result<usize> {
         let mut tried = alone(config);
         self.recipe.clone_into(&mut tried.recipe);
@@ -57,11 +58,11 @@ pub enum Fit {
     StateTooLarge(usize),
 }
 
-/// The first trial that fits this GPU. If masters, moments and gradients alone are too large, no trial is made, so that the answer is
-/// immediate for a model of any size.
+/// Finds the first trial whose memory fits this GPU. If masters, moments and gradients alone exceed the GPU's memory, no trial is
+/// evaluated, so that the answer is immediate for a model of any size.
 ///
 /// # Errors
-/// The errors of [`Trial::bytes`].
+/// Returns the errors of [`Trial::bytes`].
 pub fn fits_whole(config: &Config, gpu: &Gpu) -> Result<Fit> {
     let config = alone(config);
     let recipe = checked_recipe(&config)?;

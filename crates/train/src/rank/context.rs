@@ -22,13 +22,14 @@ pub(crate) struct RankContext<'a, B: Kernels> {
     pub data: Option<Arc<Dataset>>,
     /// Number of steps that have been issued.
     pub step: u64,
-    /// Number of issued steps that were skipped because they have no target. The optimizer has made `step - passed_over` updates.
+    /// Number of issued steps that were skipped because their batch has no target. The optimizer has made `step - passed_over` updates.
     pub passed_over: u64,
-    /// Capacity factor of exchanges: `run.capacity_factor`, or a larger factor after an overflow. The factor is the same on every rank.
+    /// Capacity factor of the all-to-all buffers: `run.capacity_factor`, or a larger factor after an overflow. The factor is the same on
+    /// every rank.
     pub capacity_factor: f64,
-    /// Messages to the user about overflows.
+    /// Messages to the user about overflows of all-to-all buffers.
     pub notes: Vec<String>,
-    /// Number of images of all ranks that evaluations classified rightly.
+    /// Number of images, over all ranks, that evaluations have classified correctly.
     pub right: u64,
 }
 
@@ -50,7 +51,7 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(BatchPlan { data, batch_size: train.batch_size, micro_batches: train.grad_accum, rank, ranks })
     }
 
-    /// Number of parts of an expert's rows on a rank.
+    /// Number of parts into which a rank divides the rows of an expert.
     pub fn expert_parts(&self) -> usize {
         self.config.train.expert_shards / self.mesh.dp.world()
     }
@@ -68,9 +69,9 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(shards.with_expert_parts(ExpertParts::of(tokens, t.expert_shards, mesh.dp)))
     }
 
-    /// The held-out loss of `batches` batches of [`HeldOut::BATCH`] sequences from all parts of the data; 0 batches means all sequences.
-    /// After every batch, `go_on` gets the number of finished batches and the total number of batches. If `go_on` returns `false`, the
-    /// result is `None`.
+    /// Computes the held-out loss over `batches` batches of [`HeldOut::BATCH`] sequences, taken from all parts of the data; 0 batches means
+    /// all sequences. After every batch, calls `go_on` with the number of finished batches and the total number of batches. If `go_on`
+    /// returns `false`, the result is `None`.
     pub fn evaluate(
         &mut self,
         model: &mut Decoder<B>,
@@ -120,8 +121,8 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(Some((nats, targets)))
     }
 
-    /// Raises the capacity of exchanges, because the slots sent to a rank were `needed` times the rank's share. `again` names the work that
-    /// is retried.
+    /// Raises the capacity of the all-to-all buffers, because the slots sent to a rank were `needed` times the rank's equal share. `again`
+    /// names the work that is retried.
     pub fn make_room(&mut self, needed: f64, again: &str) {
         // The factor adds spare capacity, because the next routing may be even less balanced.
         const SPARE: f64 = 1.125;
@@ -133,7 +134,8 @@ impl<B: Kernels> RankContext<'_, B> {
         self.capacity_factor = now;
     }
 
-    /// The context of a forward pass without a backward pass over one sequence of `tokens` tokens. No exchange of this pass can overflow.
+    /// The context of a forward pass over one sequence of `tokens` tokens, without a backward pass. No all-to-all buffer can overflow in
+    /// this pass.
     pub fn inference_cx(&self, tokens: usize) -> Result<Cx<'_, B>> {
         let shards = Shards::new(self.b, 1, tokens, self.mesh.all.rank())?;
         let sight = Sight::find(self.b, &self.config.model, None, (tokens, tokens))?;
@@ -152,8 +154,8 @@ impl<B: Kernels> RankContext<'_, B> {
         }
     }
 
-    /// The keys to which the queries of `tokens` tokens attend. `starts` contains the position at which each token's document begins; empty
-    /// without document masking.
+    /// The keys to which the queries of `tokens` tokens attend. For each token, `starts` contains the position at which its document
+    /// begins; `starts` is empty without document masking.
     pub fn sight(&self, starts: &[i32], tokens: usize) -> nibble_core::Result<Sight<B>> {
         let starts = (!starts.is_empty()).then(|| self.b.upload(starts)).transpose()?;
         self.sight_of(starts.as_ref(), tokens)

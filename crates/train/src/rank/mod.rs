@@ -31,20 +31,20 @@ pub(crate) struct RankState<'a, B: Kernels> {
     pub weights: B::Arena,
     /// The buffers of steps, which are created by the first step, or when a checkpoint is loaded.
     pub buffers: Option<StepBuffers<B>>,
-    /// The arena of weights' copies and activations. Steps, recordings and evaluations take turns in using this arena.
+    /// The arena of the copies of weights, and of activations. Steps, recordings and evaluations use this arena one after another.
     pub activations: B::Arena,
 }
 
-/// The arenas of a run, on one rank.
+/// The memory of each arena of a run, on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RunMemory {
-    /// F32 masters, and the table of RoPE.
+    /// Memory of the F32 master weights and of the RoPE table.
     pub weights: MemoryStats,
-    /// Gradients that exist during a whole step.
+    /// Memory of the gradients that exist during a whole step.
     pub gradients: MemoryStats,
-    /// AdamW's moments, and the histories of delayed scales.
+    /// Memory of AdamW's moments and of the histories of delayed scales.
     pub moments: MemoryStats,
-    /// Buffers that exist only within a step or an evaluation: copies of the weights, activations, temporary gradients.
+    /// Memory of buffers that exist only within a step or an evaluation: copies of weights, activations, temporary gradients.
     pub activations: MemoryStats,
 }
 
@@ -61,7 +61,7 @@ impl RunMemory {
 }
 
 impl<'a, B: Kernels> RankState<'a, B> {
-    /// Creates a rank. `rope` computes the RoPE table. This function checks nothing.
+    /// Creates a rank. `rope` is a function that computes the RoPE table. This function checks nothing.
     pub fn assemble(
         b: &'a B,
         mesh: Mesh<'a, B>,

@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 /// Calls `run` as this rank, with a device that computes nothing.
 ///
 /// # Errors
-/// [`Error::Memory`] with `usize::MAX` bytes if the number of bytes that `run` needs overflows.
+/// Returns [`Error::Memory`] with `usize::MAX` bytes if the number of bytes that `run` needs overflows.
 pub(crate) fn on_dry<R>(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -68,7 +68,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
     /// precisions change.
     ///
     /// # Errors
-    /// An error of the backend, if its memory runs out.
+    /// Returns an error of the backend, if its memory runs out.
     pub(crate) fn rehearse(&mut self) -> Result<Ledger> {
         let config = self.context.config.clone();
         let (size, seq_len, steps) = (config.train.batch_size, config.data.seq_len, config.train.steps);
@@ -103,7 +103,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
     /// Runs the step of this number, with all of its micro-batches.
     ///
     /// # Errors
-    /// The errors of [`RankState::rehearse`].
+    /// Returns the errors of [`RankState::rehearse`].
     pub(crate) fn rehearse_whole_step(&mut self, step: u64) -> Result<()> {
         self.context.step = step;
         self.rehearse_step(self.context.config.train.grad_accum)
@@ -132,7 +132,7 @@ impl RankState<'_, Dry> {
     /// Number of bytes that the rank sends to other ranks in the first step, by collective.
     ///
     /// # Errors
-    /// The errors of [`RankState::rehearse`].
+    /// Returns the errors of [`RankState::rehearse`].
     pub(crate) fn sent_in_a_step(&mut self) -> Result<BTreeMap<&'static str, u64>> {
         let (dry, micro_batches) = (self.context.b, self.context.config.train.grad_accum as u64);
         if self.context.mesh.all.world() == 1 {

@@ -145,13 +145,13 @@ impl<B: Kernels> StepBuffers<B> {
         self.handed.as_mut().map(|handed| &mut handed.delayed)
     }
 
-    /// Sets the device's clock to this step, and clears the control buffer including its stop flag.
+    /// Sets the step counter on the device to `step`, and clears the control buffer including its stop flag.
     pub fn restart(&mut self, b: &B, step: u64) -> Result<()> {
         b.clear(&mut self.optimizer.control)?;
         self.set_clock(b, step)
     }
 
-    /// Advances the device's clock past this step without running the step.
+    /// Advances the step counter on the device past `step` without running this step.
     pub fn pass_over(&mut self, b: &B, step: u64) -> Result<()> {
         self.set_clock(b, step + 1)
     }
@@ -163,8 +163,8 @@ impl<B: Kernels> StepBuffers<B> {
         }
     }
 
-    /// Writes the slot of the next step: the step's scalars, this rank's message to the other ranks, the time of the previous step, and the
-    /// step's tokens.
+    /// Fills the input slot of the next step: the step's scalars, this rank's message to the other ranks, the time of the previous step,
+    /// and the step's tokens.
     pub fn write_inputs(
         &mut self,
         context: &RankContext<'_, B>,
@@ -226,7 +226,7 @@ pub(crate) struct Step<'s, 'a, B: Kernels> {
 }
 
 impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
-    /// Starts a step of this rank, with the recipe's current precisions. [`Step::end`] must end the step.
+    /// Starts a step of this rank, with the recipe's current precisions. The caller must call [`Step::end`] to end the step.
     pub fn new(
         context: &'s RankContext<'a, B>,
         model: &'s mut Decoder<B>,
@@ -266,7 +266,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         self.cx.errors.take().map(RefCell::into_inner).unwrap_or_default()
     }
 
-    /// Moves the objects that `new` took from the buffers back into the buffers.
+    /// Moves the objects that `new` took out of the buffers back into the buffers.
     pub fn end(self) {
         let Cx { shards, clock, counted, delayed, .. } = self.cx;
         let counted = counted.into_inner();
@@ -275,7 +275,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             clock.zip(delayed).map(|(clock, delayed)| HandedOver { shards, clock, counted, delayed });
     }
 
-    /// Runs the whole step. `before_optimizer` waits until no reader needs the values that the optimizer changes.
+    /// Runs the whole step. Before the optimizer changes any value, `before_optimizer` waits until no thread reads these values any more.
     pub fn run(&mut self, before_optimizer: impl FnOnce()) -> Result<()> {
         reach(Point::StepBegins)?;
         self.first_micro_batch()?;
@@ -288,12 +288,12 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         reach(Point::AfterOptimizer)
     }
 
-    /// Creates the weights' copies, and runs forward and backward of the first micro-batch, which overwrites the gradients.
+    /// Creates the copies of weights, and runs the forward and backward passes of the first micro-batch, which overwrite the gradients.
     pub fn first_micro_batch(&mut self) -> Result<()> {
         self.first_micro_batch_seen(|_, _| Ok(()))
     }
 
-    /// Like [`Step::first_micro_batch`], but also passes the forward pass to `look`.
+    /// Like [`Step::first_micro_batch`], but also calls `look` with the state of the forward pass.
     pub fn first_micro_batch_seen(
         &mut self,
         look: impl FnOnce(&Cx<'_, B>, Inside<'_, B>) -> nibble_core::Result<()>,
@@ -307,7 +307,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         self.micro_batch(look)
     }
 
-    /// Runs forward and backward of a later micro-batch, which adds to the existing gradients.
+    /// Runs the forward and backward passes of a later micro-batch, which add to the existing gradients.
     pub fn next_micro_batch(&mut self) -> Result<()> {
         self.micro_batch(|_, _| Ok(()))
     }

@@ -12,7 +12,8 @@ pub(crate) const fn planes_of(axis: BlockAxis) -> &'static str {
     }
 }
 
-/// The error of one quantized tensor of a step: of the values as they are quantized, after the Hadamard transform if there is one.
+/// The quantization error of one tensor in a step. The error is measured on the values that are quantized, that is after the Hadamard
+/// transform if there is one.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SiteError {
     /// The layer's name.
@@ -31,14 +32,14 @@ pub struct SiteError {
     pub exact: u64,
     /// Number of values that became zero.
     pub underflowed: u64,
-    /// Number of values beyond the largest code under their scale.
+    /// Number of values whose magnitude exceeds the largest code under their scale.
     pub saturated: u64,
     /// Sum of x².
     pub signal: f64,
     /// Sum of (x − q)², where q is the dequantized value.
     pub noise: f64,
-    /// The smallest largest magnitude of a block that is not zero, and the largest; 0 if all blocks are zero. The scale rule makes the range
-    /// of the scales from this range.
+    /// Each block has a largest magnitude; the two values are the minimum and the maximum of these magnitudes over all non-zero blocks, or
+    /// 0 if all blocks are zero. The scale rule and the range of these magnitudes determine the range of the scales.
     pub block_amax: [f32; 2],
 }
 
@@ -49,13 +50,13 @@ impl SiteError {
         10.0 * (self.signal / self.noise).log10()
     }
 
-    /// The site's name without the decoder layer, as [`CountSite::in_any_layer`](super::CountSite::in_any_layer).
+    /// The site's name without the number of the decoder layer, like [`CountSite::in_any_layer`](super::CountSite::in_any_layer).
     #[must_use]
     pub fn in_any_layer(&self) -> String {
         super::site::in_any_layer(&self.layer, &self.tensor)
     }
 
-    /// Adds another tensor's counts, as of the same site in another layer.
+    /// Adds the counts of another tensor, for example of the same site in another layer.
     pub fn add(&mut self, other: &Self) {
         self.values += other.values;
         self.exact += other.exact;

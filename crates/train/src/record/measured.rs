@@ -2,13 +2,13 @@
 
 use crate::config::Config;
 
-/// The layers that a measuring step measures: some of the decoder layers, which differ from turn to turn, and all tensors outside
-/// decoder layers.
+/// The layers whose quantization a step measures: all tensors outside decoder layers, and some of the decoder layers, which differ from
+/// turn to turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerSample {
-    /// Number of turns. Each decoder layer is measured in one turn.
+    /// Number of turns; each decoder layer is measured in one of these turns.
     pub turns: usize,
-    /// The turn of this step.
+    /// The number of this step's turn.
     pub turn: usize,
 }
 
@@ -40,7 +40,7 @@ impl LayerSample {
     }
 }
 
-/// Counts from a comparison of values other than zero with their quantized values ([`nibble_core::ops::MeasureQuantization`]).
+/// Counts that compare values other than zero with their quantized values ([`nibble_core::ops::MeasureQuantization`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Measured {
     /// Number of values that did not change.

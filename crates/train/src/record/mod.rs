@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 /// Number of counts of a measurement.
 const MEASURED: usize = MeasureQuantization::<Dry>::COUNTS;
 
-/// Counts of blocks of one site in a step, over all ranks.
+/// The counts of quantized blocks at one site in a step, over all ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SiteCounts {
     /// Number of blocks with a non-zero code.
@@ -35,27 +35,27 @@ pub struct SiteCounts {
     pub inexact: u64,
     /// Number of blocks that contained a NaN or an infinity.
     pub non_finite: u64,
-    /// Number of values under a delayed scale that were larger than the largest representable number.
+    /// Number of values that exceeded the largest representable number under a delayed scale.
     pub saturated: u64,
-    /// Number of values under a delayed scale.
+    /// Number of values that were quantized with a delayed scale.
     pub delayed: u64,
-    /// The effect of quantization on the values, in a step that measures it.
+    /// What quantization did to the values, if this step measures quantization.
     pub measured: Measured,
 }
 
-/// The cells of a table that receive the results of a quantization under delayed scales.
+/// The cells of the record's table that receive the results of a quantization with delayed scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FoundCells {
-    /// Number of the tensor's first span.
+    /// Index of the tensor's first span (part with one delayed scale).
     pub first: usize,
-    /// Whether this rank's values count. If false, another rank counts the same values.
+    /// Whether the values on this rank are counted. If false, another rank counts the same values.
     pub is_counted: bool,
 }
 
-/// Results that an op has written for the record.
+/// Results that an op has produced, but that are not yet added to the step's record.
 #[derive(Debug, Clone)]
 pub struct Waiting<B: Backend> {
-    /// Number of the op's site.
+    /// Index of the op's site.
     pub site: usize,
     /// Counts of blocks.
     pub counts: Counts<B>,
@@ -100,7 +100,7 @@ impl<B: Backend> Counted<B> {
         self.waiting.push(Waiting { site, counts, found, measured: Vec::new() });
     }
 
-    /// Whether a step measures the site whose counts were stored last.
+    /// Whether a step that measures `sample` measures the site whose counts were stored last.
     pub fn is_measured(&self, sample: LayerSample) -> bool {
         let last = self.waiting.last().map(|last| &self.sites[last.site]);
         last.is_some_and(|site| sample.takes(site.decoder_layer()))
@@ -149,7 +149,7 @@ impl<B: Backend> Counted<B> {
     /// Takes the counts that wait for collection. Every site must have cells in the table.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming a site for which the table has no cells, because the site was counted but is in no plan.
+    /// Returns [`Error::Shape`] naming a site for which the table has no cells, because the site was counted but is in no plan.
     pub fn take(&mut self, layout: &Layout) -> Result<Vec<Waiting<B>>> {
         if let Some(site) = self.sites.get(layout.sites) {
             return Err(Error::shape("step record", "site", site, "one that a layer's plan has"));
@@ -158,18 +158,18 @@ impl<B: Backend> Counted<B> {
     }
 }
 
-/// A rank's message to the other ranks when it issues a step. The step's record carries the message to all ranks, without a separate
-/// collective.
+/// The message that a rank sends to all other ranks when it issues a step. The step's record carries the message to all ranks, without a
+/// separate collective.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Told {
-    /// The signal that asked the rank to end the run, below 128; 0 means no signal.
+    /// The signal (a number below 128) that requested the end of the run on this rank; 0 means no signal.
     pub asked: u8,
     /// Whether the rank is writing files of a checkpoint.
     pub writing: bool,
 }
 
 impl Told {
-    /// The message as the word at [`nibble_core::ops::InputLayout::TOLD`].
+    /// Encodes the message as the word that is stored at [`nibble_core::ops::InputLayout::TOLD`].
     pub fn word(self) -> i32 {
         i32::from(self.asked) << 1 | i32::from(self.writing)
     }
@@ -179,8 +179,8 @@ impl Told {
     }
 }
 
-/// A rank's time for a step, from the issue of the step to the issue of the next step. The next step's record carries this time to every
-/// rank.
+/// The time that a rank took for a step, measured from the issue of the step to the issue of the next step. The next step's record carries
+/// this time to every rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spent {
     /// Duration of the step in seconds.
@@ -218,7 +218,7 @@ const GRADIENT_NORM: &str = "gradient norm";
 /// Arguments whose token ids are checked against the vocabulary.
 const BAD_IDS: [&str; 2] = ["inputs", "targets"];
 
-/// Layout of a table of sums.
+/// The layout of the table of sums in a step's record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     /// Number of sites.
@@ -233,7 +233,7 @@ pub struct Layout {
     pub shards: usize,
     /// Number of groups of a rank's tokens that have separate router losses: the shards, or the sequences.
     pub runs: usize,
-    /// Number of spans with delayed scales on a rank.
+    /// Number of spans on a rank; each span has one delayed scale.
     pub spans: usize,
     /// Whether some steps measure quantization.
     pub measures: bool,
@@ -264,8 +264,8 @@ impl Layout {
         2 * self.sites..self.nats()
     }
 
-    /// Range of the cells that must be finite: losses, the sum of the step's scalars, and largest magnitudes. (The other cells in the range
-    /// are whole numbers.)
+    /// Range of the cells that must be finite: losses, the sum of the step's scalars, and largest magnitudes. All other cells in this range
+    /// contain whole numbers, which are always finite.
     pub fn finite(&self) -> Range<usize> {
         self.nats()..self.amax() + self.spans
     }
@@ -275,45 +275,46 @@ impl Layout {
         Entry { source: EntrySource::U64(&counts.0), at: site, cells: 3, stride: self.sites }
     }
 
-    /// Index of the first of the three cells of a layer's occupancy. Under expert parallelism, this cell contains, after an overflow, the
-    /// number of slots sent to the fullest rank, as a multiple of the rank's share. The other two cells stay 0.
+    /// Index of the first of three cells that say whether a layer's rows fit the buffers. Under expert parallelism, after an overflow, this
+    /// cell contains the number of slots sent to the fullest rank, divided by a rank's equal share. The other two of the three cells stay 0
+    /// in this case.
     pub fn occupancy(&self, layer: usize) -> usize {
         3 * self.sites + OCCUPANCY_VALUES * layer
     }
 
-    /// Index of the first of two cells: the number of inputs and the number of targets that are outside the vocabulary.
+    /// Index of the first of two cells that count ids outside the vocabulary: among the inputs, and among the targets.
     pub fn bad_ids(&self) -> usize {
         self.occupancy(self.layers)
     }
 
-    /// Index of the first sum of losses. There is one sum per shard.
+    /// Index of the first cell with a sum of losses. There is one sum of losses per shard.
     pub fn nats(&self) -> usize {
         self.bad_ids() + BAD_IDS.len()
     }
 
-    /// Index of the sum of the optimizer's scalars. The sum matters only if it is not finite, because the optimizer would then turn every
-    /// weight into NaN.
+    /// Index of the cell with the sum of the optimizer's scalars. The sum is only checked for being finite, because non-finite scalars
+    /// would make the optimizer turn every weight into NaN.
     pub fn scalars(&self) -> usize {
         self.nats() + self.shards
     }
 
-    /// Index of this rank's message at the issue of the step, as written by [`Told::word`]. The time of the previous step follows, as in
-    /// [`Spent`], but in microseconds.
+    /// Index of the cell with this rank's message at the issue of the step, encoded by [`Told::word`]. The next cells contain the time of
+    /// the previous step, like [`Spent`] but in microseconds.
     pub fn told(&self) -> usize {
         self.scalars() + 1
     }
 
-    /// Index of the first largest magnitude. There is one magnitude per span with a delayed scale.
+    /// Index of the first cell with a largest magnitude. There is one largest magnitude per span with a delayed scale.
     pub fn amax(&self) -> usize {
         self.told() + InputLayout::TOLD_WORDS
     }
 
-    /// Index of a layer's first router loss. There are two losses per shard or sequence ([`Layout::runs`]).
+    /// Index of the first cell with a router loss of the layer. There are two losses per shard or sequence ([`Layout::runs`]).
     pub fn router_losses(&self, layer: usize) -> usize {
         self.amax() + self.spans + 2 * self.runs * layer
     }
 
-    /// Index of a layer's first load. There is one load per expert.
+    /// Index of the first cell with an expert load of the layer. There is one load per expert.
     pub fn load(&self, layer: usize) -> usize {
         self.router_losses(self.layers) + self.experts * layer
     }
@@ -356,7 +357,7 @@ impl Layout {
     }
 }
 
-/// The report of a step, read from the device: a head, and every rank's table.
+/// The report of a step, read from the device: a header, and the table of every rank.
 #[derive(Debug)]
 pub struct Report<'a> {
     layout: Layout,
@@ -366,10 +367,10 @@ pub struct Report<'a> {
 }
 
 impl<'a> Report<'a> {
-    /// Splits a report into its head and its tables.
+    /// Splits a report into its header and the tables of the ranks.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the report has another length.
+    /// Returns [`Error::Shape`] if the report has another length.
     pub fn new(layout: Layout, sites: &'a [CountSite], values: &'a [f64]) -> Result<Self> {
         let cells = layout.cells();
         match values.split_at_checked(REPORT_HEAD) {
@@ -413,8 +414,8 @@ impl<'a> Report<'a> {
         self.tables.iter().map(of_rank).collect()
     }
 
-    /// If an exchange between ranks overflowed: the number of slots sent to the fullest rank, as a multiple of the rank's share. A step
-    /// with an overflow has changed nothing.
+    /// If an all-to-all overflowed, the number of slots sent to the fullest rank, divided by a rank's equal share. A step with an overflow
+    /// has changed nothing.
     pub fn overflow(&self) -> Option<f64> {
         let needed = |layer: usize| {
             self.tables.iter().map(|table| table[self.layout.occupancy(layer)]).fold(0.0, f64::max)
@@ -435,12 +436,12 @@ impl<'a> Report<'a> {
         self.tables.iter().all(|table| table[cells.clone()].iter().all(|x| x.is_finite()))
     }
 
-    /// Checks whether the step counts.
+    /// Checks whether the step is valid.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] naming the first site of the first rank that contained a NaN or an infinity, or the loss, the optimizer's
-    /// scalars, or the norm; [`Error::Capacity`] if an expert layer had more rows than its buffers hold; [`Error::Shape`] for ids outside
-    /// the vocabulary.
+    /// Returns [`Error::NonFinite`] if a site, the loss, the optimizer's scalars or the norm contains a NaN or an infinity; the error names
+    /// the first such site of the first such rank. Returns [`Error::Capacity`] if an expert layer had more rows than its buffers hold, and
+    /// [`Error::Shape`] for ids outside the vocabulary.
     pub fn verify(&self) -> Result<()> {
         if self.head[1] == 0.0 {
             return Ok(());
@@ -451,7 +452,8 @@ impl<'a> Report<'a> {
         Err(self.fault().unwrap_or_else(of_norm))
     }
 
-    /// What is wrong with the step, as [`Report::verify`] names it, whether or not the step was asked to count.
+    /// The error that makes the step invalid, with the wording of [`Report::verify`]. The error is returned whether or not the step was
+    /// requested to count.
     pub fn fault(&self) -> Option<Error> {
         let step = self.step();
         for table in &self.tables {
@@ -537,8 +539,8 @@ impl<'a> Report<'a> {
         self.tables.iter().flat_map(of).copied().collect()
     }
 
-    /// Load-balancing loss and z-loss, summed over layers and shards. The loss of a shard is the mean over its sequences if losses are per
-    /// sequence. `None` for a model without routers.
+    /// Load-balancing loss and z-loss, summed over layers and shards. If losses are computed per sequence, the loss of a shard is the mean
+    /// over its sequences. `None` for a model without routers.
     pub fn router_losses(&self) -> Option<[f64; 2]> {
         let Layout { layers, dense, shards, runs, .. } = self.layout;
         if dense == layers {

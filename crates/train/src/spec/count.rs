@@ -5,14 +5,14 @@ use crate::config::Config;
 use nibble_core::ops::mean_keys;
 use std::collections::HashMap;
 
-/// The parameters of a group.
+/// The parameters of one group of the model's parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Parameters {
     /// The group of parameters.
     pub group: Group,
     /// The group's name in messages.
     pub what: &'static str,
-    /// The sizes whose product gives the group's largest tensors. The number of layers with these tensors comes first.
+    /// The sizes whose product is the size of the group's largest tensors. The number of layers with these tensors comes first.
     pub sizes: Vec<Size>,
     /// Number of parameters over all ranks; `None` if the number exceeds 128 bits.
     pub count: Option<u128>,
@@ -116,9 +116,9 @@ impl ModelSpec {
 }
 
 impl Config {
-    /// Flops of a token's products, forward and backward: two flops per multiply-add, and three products (fprop, dgrad, wgrad) for each
-    /// product of the forward pass. Attention counts only the query-key pairs that the causal mask and a sliding window leave
-    /// ([`mean_keys`]); experts count their routed rows without padding. Recomputation is not counted.
+    /// Flops of all products per token, forward and backward. A multiply-add counts as two flops, and each product of the forward pass
+    /// counts three times (fprop, dgrad, wgrad). Attention counts only the query-key pairs that the causal mask and a sliding window leave
+    /// ([`mean_keys`]). Experts count only their routed rows, without padding. Recomputation is not counted.
     #[must_use]
     pub fn flops_per_token(&self) -> f64 {
         let spec = ModelSpec::new(&self.model);

@@ -10,9 +10,9 @@ pub struct LatentShape {
     pub d_model: usize,
     /// Number of heads, which is the same for queries, keys and values.
     pub heads: usize,
-    /// Number of elements of a head of queries and keys that are not rotated, and that heads do not share.
+    /// Number of elements per head of queries and keys that are neither rotated nor shared among heads.
     pub nope_dim: usize,
-    /// Number of rotated elements, which follow the elements of `nope_dim`. All heads share the rotated elements of the key.
+    /// Number of rotated elements per head, which follow the `nope_dim` other elements. All heads share the rotated elements of the key.
     pub rope_dim: usize,
     /// Number of elements of a head of values.
     pub value_dim: usize,
@@ -20,7 +20,7 @@ pub struct LatentShape {
     pub q_rank: usize,
     /// Width of the latent of keys and values.
     pub kv_rank: usize,
-    /// The largest number of keys to which a query attends; `None` means all keys of its document up to its own.
+    /// The largest number of keys to which a query attends; `None` means all keys of its document up to the query's own position.
     pub window: Option<usize>,
 }
 
@@ -75,12 +75,12 @@ pub struct LatentSpec {
     pub o: Part,
     /// The rotation of queries and keys, and the scale of their products.
     pub rope: Rope,
-    /// ε of the latents' norms: the published value, regardless of the ε of the residual stream's norms.
+    /// The ε of the norms of the latents; it is the published value, even if the norms of the residual stream have another ε.
     pub eps: f32,
 }
 
 impl LatentSpec {
-    /// Latent attention of these sizes. The second standard deviation applies to the weights of the output projection.
+    /// Describes latent attention of these sizes. The second standard deviation applies to the initial weights of the output projection.
     #[must_use]
     pub fn new(id: &str, shape: LatentShape, rope: Rope, [std, out_std]: [f32; 2]) -> Self {
         const GROUP: Group = Group::Attention;

@@ -18,7 +18,7 @@ pub struct GroupedQueryShape {
     pub head_dim: usize,
     /// Number of elements of a head of values.
     pub value_dim: usize,
-    /// The scope of the norms of queries and keys.
+    /// Whether queries and keys are normalized, and over which elements.
     pub qk_norm: QkNorm,
     /// Whether the projections to queries, keys and values have biases.
     pub qkv_bias: bool,
@@ -26,9 +26,9 @@ pub struct GroupedQueryShape {
     pub o_bias: bool,
     /// Whether each query head has an attention sink.
     pub sinks: bool,
-    /// Whether a query sees no key after its own.
+    /// Whether a query attends only to keys up to its own position.
     pub causal: bool,
-    /// The largest number of keys to which a query attends; `None` means all keys of its document up to its own.
+    /// The largest number of keys to which a query attends; `None` means all keys of its document up to the query's own position.
     pub window: Option<usize>,
 }
 
@@ -47,16 +47,18 @@ pub struct GroupedQuerySpec {
     pub v: Part,
     /// The projection of attention's output, `[d, h·u]`, and its bias `[d]` if there is one.
     pub o: Part,
-    /// Norms of queries and of keys. A norm over each head has the weight `[c]`; norms over all heads together have `[h·c]` and `[g·c]`.
+    /// Norms of queries and of keys. A norm over each head has a weight `[c]`; norms over all heads together have the weights `[h·c]` and
+    /// `[g·c]`.
     pub norms: Option<[Part; 2]>,
-    /// Attention sinks `[h]`: an additional score of each query head, which belongs to no key.
+    /// Attention sinks `[h]`: each query head has one additional score that belongs to no key.
     pub sinks: Option<Part>,
     /// ε of the norms.
     pub eps: f32,
 }
 
 impl GroupedQuerySpec {
-    /// Grouped-query attention of these sizes. The second standard deviation applies to the weights of the output projection.
+    /// Describes grouped-query attention of these sizes. The second standard deviation applies to the initial weights of the output
+    /// projection.
     #[must_use]
     pub fn new(id: &str, shape: GroupedQueryShape, eps: f32, [std, out_std]: [f32; 2]) -> Self {
         const GROUP: Group = Group::Attention;
@@ -145,8 +147,8 @@ impl AttentionSpec {
         }
     }
 
-    /// The projections that read the layer's input, in the order of their gradients. These projections share the conversions of the input
-    /// if their precisions agree.
+    /// The projections that read the layer's input, in the order of their gradients. If the precisions of these projections agree, the
+    /// input is converted only once for all of them.
     #[must_use]
     pub fn inputs(&self) -> [&Part; 3] {
         match self {
@@ -155,7 +157,7 @@ impl AttentionSpec {
         }
     }
 
-    /// The projections that read latents.
+    /// The projections whose inputs are latents.
     #[must_use]
     pub fn of_latents(&self) -> Vec<&Part> {
         match self {
@@ -173,7 +175,7 @@ impl AttentionSpec {
         }
     }
 
-    /// Number of multiply-adds of scores and of values for each pair of tokens.
+    /// Number of multiply-adds per query-key pair, for the scores and for the weighted values.
     #[must_use]
     pub fn pair_multiply_adds(&self) -> usize {
         match self {
@@ -195,7 +197,7 @@ impl AttentionSpec {
 pub struct MlpSpec {
     /// The id of the layer: `model.layers.3.mlp`, or `model.layers.3.mlp.shared_expert`.
     pub id: String,
-    /// What is between the projections.
+    /// The activation function between the projections.
     pub activation: Activation,
     /// The gated projection, `[2f, d]`: the rows of the gate precede the rows of the up projection. For GELU, the up projection `[f, d]`.
     /// A bias follows the weight if there is one.
@@ -205,8 +207,8 @@ pub struct MlpSpec {
 }
 
 impl MlpSpec {
-    /// An MLP of these widths. `group` is the group of dense layers' MLPs or of shared experts. The second standard deviation applies to
-    /// the weights of the down projection.
+    /// Describes an MLP of these widths. `group` is the group of dense layers' MLPs or of shared experts. The second standard deviation
+    /// applies to the initial weights of the down projection.
     #[must_use]
     pub fn new(id: &str, group: Group, (d_model, ffn): (usize, usize), [std, out_std]: [f32; 2]) -> Self {
         let key = if group == Group::SharedExperts { "model.shared_ffn" } else { "model.ffn" };
@@ -221,7 +223,7 @@ impl MlpSpec {
         }
     }
 
-    /// The MLP with GELU of one projection instead of SwiGLU, of the same widths. `std`: as in [`MlpSpec::new`].
+    /// The same MLP with GELU and a single input projection instead of SwiGLU, with the same widths. `std`: as in [`MlpSpec::new`].
     #[must_use]
     pub fn with_gelu(self, std: f32) -> Self {
         let weight = &self.gate_up.weights()[0];
@@ -279,7 +281,7 @@ pub struct RouterOptions {
     pub scale: f32,
     /// Whether each expert has a bias that affects only the selection.
     pub has_bias: bool,
-    /// The scope of the load-balancing loss.
+    /// The set of tokens over which the load-balancing loss is computed.
     pub balance: Balance,
 }
 
@@ -305,13 +307,14 @@ pub struct MoeSpec {
 }
 
 impl MoeSpec {
-    /// A mixture of experts of these sizes. The second standard deviation applies to the experts' down projections.
+    /// Describes a mixture of experts of these sizes. The second standard deviation applies to the initial weights of the experts' down
+    /// projections.
     #[must_use]
     pub fn new(id: &str, shape: MoeShape, stds: [f32; 2]) -> Self {
         Self::with_options(id, shape, RouterOptions::default(), stds)
     }
 
-    /// Like [`MoeSpec::new`], but with these options of the router.
+    /// Like [`MoeSpec::new`], but the router has these options.
     #[must_use]
     pub fn with_options(id: &str, shape: MoeShape, options: RouterOptions, stds: [f32; 2]) -> Self {
         let (experts, d_model) = (Size::new("model.experts", shape.experts), Size::d_model(shape.d_model));
@@ -363,7 +366,7 @@ pub enum FeedSpec {
 }
 
 impl FeedSpec {
-    /// The parts of this half, in canonical order.
+    /// The parts of the experts or the MLP, in canonical order.
     #[must_use]
     pub fn parts(&self) -> Vec<&Part> {
         match self {

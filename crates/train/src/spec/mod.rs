@@ -143,8 +143,8 @@ impl ModelSpec {
         self.config.experts
     }
 
-    /// Every part in canonical order. Parameters are in this order. A forward pass uses the parts in the same order, except the norms of
-    /// heads.
+    /// Every part in canonical order. The model's parameters have the same order. A forward pass uses the parts in the same order, except
+    /// the norms of heads.
     pub fn parts(&self) -> impl Iterator<Item = Part> + '_ {
         let blocks = self.blocks().flat_map(|block| block.parts().into_iter().cloned().collect::<Vec<_>>());
         let (first, last) = (self.embed.clone(), [self.norm.clone(), self.head.clone()]);

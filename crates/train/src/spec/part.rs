@@ -3,7 +3,7 @@
 use crate::config::RopeScaling;
 use nibble_core::recipe::{Layer, LayerKind};
 
-/// Parts whose sizes are reported together.
+/// A group of parts whose sizes are reported together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Group {
     /// The embedding and the head.
@@ -76,7 +76,7 @@ impl Size {
 pub struct Extent {
     /// The factor: 2 if the gate and the up projection are in one matrix, otherwise 1.
     pub times: usize,
-    /// The sizes of the product. Empty for the single row of a vector.
+    /// The sizes of the product. The list is empty for the single row of a vector.
     pub sizes: Vec<Size>,
 }
 
@@ -132,11 +132,11 @@ pub enum Update {
 /// A trained tensor: a matrix `[rows, cols]`, a stack of such matrices, or a vector `[cols]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParamSpec {
-    /// The tensor's id, such as `model.layers.3.self_attn.q_proj.weight`. The id is the key of random numbers, of transforms' signs and of
-    /// the histories of delayed scales, so it does not depend on the tensor's name in checkpoints.
+    /// The tensor's id, such as `model.layers.3.self_attn.q_proj.weight`. The id seeds random numbers and the signs of Hadamard transforms,
+    /// and identifies the histories of delayed scales, so it does not depend on the tensor's name in checkpoints.
     pub id: String,
-    /// Number of experts whose matrices are stacked in the tensor and sharded over ranks. `None` for a tensor with which every rank
-    /// computes.
+    /// Number of experts whose matrices are stacked in the tensor and sharded over ranks. `None` for a tensor that every rank uses as a
+    /// whole.
     pub experts: Option<Size>,
     /// Number of rows of a matrix.
     pub rows: Extent,
@@ -218,7 +218,7 @@ pub enum PartKind {
     },
 }
 
-/// A part of the model that has weights: a leaf of the tree.
+/// A part of the model that has weights: a leaf of the model's tree.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Part {
     /// The part's id, such as `model.layers.3.self_attn.q_proj`: the part's name in recipes, counts and lists of saved activations.
@@ -260,7 +260,7 @@ impl Part {
         Self { id: id.to_owned(), kind: PartKind::Head { tied }, group: Group::Tables, weights }
     }
 
-    /// A norm over this many columns.
+    /// Describes a norm over this many columns.
     #[must_use]
     pub fn norm(id: &str, width: Size, group: Group) -> Self {
         Self::norm_over(id, &[width], group)

@@ -17,7 +17,7 @@ use crate::files;
 /// such a token.
 ///
 /// # Errors
-/// [`Error::Io`]; [`Error::Tokenizer`] for invalid tokenizer files.
+/// Returns [`Error::Io`], and [`Error::Tokenizer`] for invalid tokenizer files.
 pub(crate) fn begin_texts_with(dir: &Path, bos: Option<i32>) -> Result<()> {
     let file = dir.join(TOKENIZER_FILE);
     if !file.exists() {

@@ -3,10 +3,10 @@
 use super::Tokenizer;
 use crate::error::{Error, Result};
 
-/// The value of `data.bos_token` and `data.eos_token` that means the token in the tokenizer's files.
+/// The value of `data.bos_token` and `data.eos_token` that selects the token named in the tokenizer's files.
 pub const AUTO: &str = "auto";
 
-/// The value of `data.bos_token` and `data.eos_token` that means no token.
+/// The value of `data.bos_token` and `data.eos_token` that selects no token.
 pub const NONE: &str = "none";
 
 /// The tokens before and after each document.
@@ -19,10 +19,11 @@ pub struct Framing {
 }
 
 impl Framing {
-    /// The framing for `data.bos_token` and `data.eos_token`. Each value is [`AUTO`], [`NONE`], or the text of a token.
+    /// Determines the tokens around a document from `data.bos_token` and `data.eos_token`. Each value is [`AUTO`], [`NONE`], or the text of
+    /// a token.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key, if the text is no token.
+    /// Returns [`Error::Config`] with the key, if the text is no token.
     pub fn of(tokenizer: &dyn Tokenizer, bos_token: &str, eos_token: &str) -> Result<Self> {
         let id = |key: &str, says: &str, own: Option<i32>| match says {
             AUTO => Ok(own),
@@ -44,7 +45,7 @@ impl Framing {
         })
     }
 
-    /// The ids of a document with its framing.
+    /// Adds the tokens before and after a document to the document's ids.
     #[must_use]
     pub fn frame(&self, ids: Vec<i32>) -> Vec<i32> {
         let mut framed = ids;

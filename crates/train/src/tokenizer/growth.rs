@@ -74,7 +74,7 @@ struct Steps {
 /// Checks a `tokenizer.json`. Returns whether each text needs a trial before it is passed to this file's tokenizer.
 ///
 /// # Errors
-/// The part of the file that exceeds a limit.
+/// Returns the part of the file that exceeds a limit.
 pub(super) fn check(text: &str) -> Result<bool, String> {
     let shape: Shape =
         serde_json::from_str(text).map_err(|error| format!("is no tokenizer that can be read: {error}"))?;
@@ -313,7 +313,7 @@ fn check_regex(regex: &str) -> Result<(), String> {
 /// Tries the normalizer on a text piece by piece, and measures the growth after each step.
 ///
 /// # Errors
-/// An error if the text becomes too long; the errors of a step.
+/// Returns an error if the text becomes too long, and passes on the errors of a step.
 pub(super) fn try_text(normalizer: Option<&NormalizerWrapper>, text: &str) -> Result<(), String> {
     let Some(normalizer) = normalizer else { return Ok(()) };
     let mut steps = Vec::new();

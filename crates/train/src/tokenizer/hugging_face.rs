@@ -55,7 +55,7 @@ impl fmt::Debug for HuggingFace {
 /// Reads the text of a `tokenizer.json`.
 ///
 /// # Errors
-/// [`Error::Io`] if the file cannot be read.
+/// Returns [`Error::Io`] if the file cannot be read.
 pub(super) fn read(path: &Path) -> Result<String> {
     files::read_text(path, MOST_BYTES).map_err(Error::io(path))
 }
@@ -64,7 +64,8 @@ impl HuggingFace {
     /// Creates a tokenizer from `text`, the contents of the file `path`, and from the settings in the file's folder.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] for a tokenizer that is invalid or has random ids; [`Error::Io`].
+    /// Returns [`Error::Tokenizer`] for a tokenizer that is invalid or has random ids, and [`Error::Io`] if a call of the operating system
+    /// fails.
     pub fn of(path: &Path, text: String) -> Result<Self> {
         let settings = Settings::beside(path)?;
         let fail = |why: String| Error::Tokenizer { path: path.to_owned(), why };

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::Tokenizer;
 use crate::error::{Error, Result};
 
-/// A tokenizer that writes tokens as their numbers, because the text of a token is unknown.
+/// A tokenizer that writes each token as its id, because the text of the token is unknown.
 #[derive(Debug, Clone, Copy)]
 pub struct Ids {
     /// Exclusive upper bound of token ids.

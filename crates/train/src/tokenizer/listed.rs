@@ -157,7 +157,7 @@ impl Listed {
     /// Adds the missing tokens to a tokenizer. Returns whether there were missing tokens.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] naming the file and the token, if a token gets another id than the file specifies.
+    /// Returns [`Error::Tokenizer`] naming the file and the token, if a token gets another id than the file specifies.
     pub fn add_to(&self, tokenizer: &mut tokenizers::Tokenizer) -> Result<bool> {
         let own = tokenizer.get_added_vocabulary().get_added_tokens_decoder().clone();
         let with_ids: Vec<(&u32, &(AddedToken, PathBuf))> =
@@ -204,7 +204,7 @@ impl Listed {
 /// The text of a `tokenizer.json`, with the added tokens of this tokenizer.
 ///
 /// # Errors
-/// An error for an invalid text.
+/// Returns an error for an invalid text.
 pub(super) fn with_tokens(text: &str, tokenizer: &tokenizers::Tokenizer) -> Result<String, String> {
     let mut json: Value = serde_json::from_str(text).map_err(|e| e.to_string())?;
     let added: BTreeMap<u32, AddedToken> =

@@ -58,13 +58,13 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
     /// `<|endoftext|>` does not end there.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`], or [`Error::Config`] with the key `prompt`, for a text that has no ids.
+    /// Returns [`Error::Tokenizer`], or [`Error::Config`] with the key `prompt`, for a text that has no ids.
     fn encode(&self, text: &str) -> Result<Vec<i32>>;
 
     /// Like [`Tokenizer::encode`], but the text of a control token becomes this token, as in a rendered chat template.
     ///
     /// # Errors
-    /// The errors of [`Tokenizer::encode`].
+    /// Returns the errors of [`Tokenizer::encode`].
     fn encode_with_control(&self, text: &str) -> Result<Vec<i32>> {
         self.encode(text)
     }
@@ -75,7 +75,7 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
     /// [`Tokenizer::encode_with_control`].
     ///
     /// # Errors
-    /// The errors of [`Tokenizer::encode`].
+    /// Returns the errors of [`Tokenizer::encode`].
     fn encode_parts(&self, parts: &[&str], control: bool, _continues: bool) -> Result<Vec<Vec<i32>>> {
         parts
             .iter()
@@ -124,13 +124,13 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
     /// The ids from which text generation starts if there is no prompt.
     ///
     /// # Errors
-    /// The errors of [`Tokenizer::encode`].
+    /// Returns the errors of [`Tokenizer::encode`].
     fn opening(&self) -> Result<Vec<i32>>;
 
     /// The tokenizer's chat template of this name; an empty name means the unnamed template.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] for an invalid template.
+    /// Returns [`Error::Tokenizer`] for an invalid template.
     fn chat_template(&self, _name: &str) -> Result<Option<ChatTemplate>> {
         Ok(None)
     }
@@ -175,7 +175,7 @@ pub fn agree(a: &dyn Tokenizer, b: &dyn Tokenizer) -> bool {
 /// Opens a `tokenizer.json`, or the `tokenizer.json` in a folder.
 ///
 /// # Errors
-/// [`Error::Io`] if the file cannot be read; [`Error::Tokenizer`] if the file is invalid.
+/// Returns [`Error::Io`] if the file cannot be read, and [`Error::Tokenizer`] if the file is invalid.
 pub fn open(path: &Path) -> Result<SharedTokenizer> {
     let file = if path.is_dir() { path.join(TOKENIZER_FILE) } else { path.to_owned() };
     if path.is_dir() && !file.exists() {
@@ -192,7 +192,7 @@ pub fn open(path: &Path) -> Result<SharedTokenizer> {
 /// Like [`open`], but returns `None` for a folder without a `tokenizer.json`.
 ///
 /// # Errors
-/// The errors of [`open`].
+/// Returns the errors of [`open`].
 pub fn of_folder(dir: &Path) -> Result<Option<SharedTokenizer>> {
     dir.join(TOKENIZER_FILE).exists().then(|| open(dir)).transpose()
 }
@@ -229,7 +229,7 @@ fn without_merges(vocab: impl Iterator<Item = char>, pre_tokenizer: &Value, deco
 }
 
 /// The matching `tokenizer_config.json`, which makes `AutoTokenizer` of Hugging Face's `transformers` use `tokenizer.json` unchanged.
-/// Without this file the model's type decides: Qwen's tokenizer class normalizes texts (NFC), and Llama's adds BOS.
+/// Without this file, the model's type determines the tokenizer class: Qwen's class normalizes texts (NFC), and Llama's class adds BOS.
 #[must_use]
 pub fn transformers_tokenizer() -> String {
     let config = json!({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": false,

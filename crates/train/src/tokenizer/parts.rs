@@ -25,7 +25,7 @@ const BEFORE: [&str; 8] = ["\n", "a", ".", "1", " ", "é", "中", "\u{2028}"];
 /// The ids of each part. `continues` says whether other text precedes the first part.
 ///
 /// # Errors
-/// The errors of `encode`.
+/// Returns the errors of `encode`.
 pub(super) fn encode(encode: &Encode<'_>, parts: &[&str], continues: bool) -> Result<Vec<Vec<i32>>> {
     let cuts = match together(encode, parts, continues)? {
         Given::Apart(ids) => return Ok(ids),
@@ -93,7 +93,7 @@ const START: usize = 512;
 /// The ids of a long continued text. `ids` tokenizes without offsets, which needs less memory.
 ///
 /// # Errors
-/// The errors of `encode` and `ids`.
+/// Returns the errors of `encode` and `ids`.
 pub(super) fn going_on(
     encode: &Encode<'_>,
     ids: &dyn Fn(&str) -> Result<Vec<i32>>,

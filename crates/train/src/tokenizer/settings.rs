@@ -19,13 +19,13 @@ pub(super) struct Settings {
     pub text: Option<String>,
     /// The text of `chat_template.jinja`.
     pub chat_template_file: Option<String>,
-    /// Chat templates by name. The name of the unnamed template is "default".
+    /// Chat templates by name. A template without a name is stored under the name "default".
     pub chat_templates: BTreeMap<String, String>,
     /// The texts of named tokens, such as `pad_token`.
     pub tokens: BTreeMap<String, String>,
     /// Tokens that must be added to the tokenizer.
     pub listed: Listed,
-    /// Whether BOS begins a text; `None` if the files do not say.
+    /// Whether a text begins with the BOS token; `None` if the files do not say.
     pub add_bos_token: Option<bool>,
 }
 
@@ -35,8 +35,8 @@ impl Settings {
         self.tokens.is_empty() && self.chat_templates.is_empty() && self.listed.is_empty()
     }
 
-    /// The settings in the folder of a `tokenizer.json`. A file of another name has no settings, because the folder's settings may belong
-    /// to another tokenizer.
+    /// The settings in the folder of a `tokenizer.json`. If the tokenizer's file has another name, there are no settings, because the
+    /// folder's settings may belong to another tokenizer.
     pub fn beside(tokenizer: &Path) -> Result<Self> {
         if tokenizer.file_name().is_none_or(|name| name != TOKENIZER_FILE) {
             return Ok(Self::default());

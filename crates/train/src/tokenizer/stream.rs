@@ -2,10 +2,10 @@
 
 use super::Tokenizer;
 
-/// Decodes text token by token, as bytes. The concatenation of all results is the text of all tokens.
+/// Decodes text token by token, as bytes. The concatenation of the results of all calls is the text of all tokens.
 ///
 /// A character may consist of several tokens, and a token's text may depend on the preceding token (the first token of a text loses its
-/// space). So the new text is the difference to the text of the earlier tokens, and an incomplete character is held back.
+/// space). So each call returns the difference to the text of the earlier tokens, and holds back an incomplete character.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a dyn Tokenizer,
@@ -25,13 +25,13 @@ impl<'a> TextStream<'a> {
         Self { tokenizer, ids: Vec::new(), given: 0 }
     }
 
-    /// A stream that continues after these tokens, whose text counts as returned.
+    /// A stream that continues after the tokens `ids`, whose text has already been returned.
     #[must_use]
     pub fn after(tokenizer: &'a dyn Tokenizer, ids: &[i32]) -> Self {
         Self { tokenizer, ids: ids.to_vec(), given: ids.len() }
     }
 
-    /// The text that this token adds; empty if the last character is still incomplete.
+    /// The text that this token adds; the text is empty while the last character is incomplete.
     #[must_use]
     pub fn push(&mut self, id: i32) -> Vec<u8> {
         self.ids.push(id);

@@ -7,7 +7,7 @@ use crate::rank::{RankContext, RankState};
 use nibble_core::ops::verify_ids;
 use nibble_core::{Error as CoreError, Kernels};
 
-/// A model that generates text token by token. The prepared weights and the caches exist as long as this value.
+/// A model that generates text token by token. The prepared weights and the KV caches exist as long as this value.
 #[derive(Debug)]
 pub struct Decoding<'t, 'a, B: Kernels> {
     context: &'t RankContext<'a, B>,
@@ -19,10 +19,10 @@ pub struct Decoding<'t, 'a, B: Kernels> {
 }
 
 impl<'a, B: Kernels> Trainer<'a, B> {
-    /// Prepares the model for the continuation of texts.
+    /// Prepares the model to continue texts.
     ///
     /// # Errors
-    /// An error if a step's record has not been read; errors of the backend.
+    /// Returns an error if a step's record has not been read, and passes on errors of the backend.
     pub fn decoding(&mut self) -> Result<Decoding<'_, 'a, B>> {
         self.require_settled("decoding")?;
         let RankState { context, model, activations, .. } = &mut self.rank;
@@ -38,18 +38,20 @@ impl<'a, B: Kernels> Trainer<'a, B> {
 }
 
 impl<B: Kernels> Decoding<'_, '_, B> {
-    /// Starts another text. The caches are emptied even if both texts begin alike. Otherwise a text could depend on the previous text: if a
-    /// scale covers all tokens of a computation, the logits of a token computed with caches differ from the logits of a whole sequence.
+    /// Starts another text. The caches are emptied even if the next text begins like the previous text. Otherwise a text could depend on
+    /// the previous text. If one scale covers all tokens of a computation, logits computed with caches differ from the logits of a whole
+    /// sequence.
     pub fn forget(&mut self) {
         self.cached.clear();
     }
 
-    /// Logits of the last of these tokens, which form one sequence, as in [`Trainer::next_logits`]. If `ids` consists of the ids of the
-    /// last call plus one token, only this token is computed. Otherwise all tokens are computed, so a sliding window costs its whole length
-    /// at each call.
+    /// Computes the logits after the last of these tokens, which form one sequence, like [`Trainer::next_logits`]. If `ids` consists of the
+    /// ids of the last call plus one token, only this token is computed. Otherwise all tokens are computed, so ids that move as a sliding
+    /// window cost the whole window at each call.
     ///
     /// # Errors
-    /// An error if an id is not in the vocabulary, or if there are more ids than the model has positions; errors of the backend.
+    /// Returns an error if an id is not in the vocabulary, or if there are more ids than the model has positions, and passes on errors of
+    /// the backend.
     pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
         let positions = self.context.config.data.seq_len;
         if ids.is_empty() || ids.len() > positions {

@@ -28,10 +28,10 @@ pub(super) struct Evaluator {
 }
 
 impl Evaluator {
-    /// Reads the tasks of a run. The first rank reports requests that do not fit a sequence.
+    /// Reads the tasks of a run. The first rank reports requests that are longer than a sequence.
     ///
     /// # Errors
-    /// An error for invalid tasks, and for texts without ids.
+    /// Returns an error for invalid tasks, and for texts without ids.
     pub fn of(
         config: &Config,
         options: Options,
@@ -58,7 +58,7 @@ impl Evaluator {
     }
 
     /// Computes the held-out loss over `batches` batches of [`HeldOut::BATCH`] sequences (0: all sequences), and the scores of the tasks.
-    /// Writes, plots and reports the results. Returns `None` if the run was asked to stop before the evaluation was complete.
+    /// Writes, plots and reports the results. The result is `None` if the run was stopped before the evaluation was complete.
     pub fn evaluate<B: Kernels>(
         &self,
         trainer: &mut Trainer<'_, B>,

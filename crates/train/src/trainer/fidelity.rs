@@ -13,25 +13,26 @@ use std::path::Path;
 pub struct ParamGradient {
     /// The parameter's name.
     pub name: String,
-    /// All values of all ranks, F32.
+    /// All values of the gradient, gathered from all ranks, in F32.
     pub values: Vec<f32>,
 }
 
 impl<B: Kernels> Trainer<'_, B> {
-    /// The gradient of a training step, without an optimizer: of the step that follows the trainer's by `later` steps. Weights, and the tokens
-    /// for equal `later`, are the same in every call. `redraw` changes the random numbers of stochastic rounding and of Hadamard signs; 0 uses
-    /// those of the run. Every rank must call it, and all get the same values.
+    /// Computes the gradient of a training step without running the optimizer. The step is `later` steps after the trainer's step. In every
+    /// call the weights are the same, and calls with equal `later` use the same tokens. `redraw` selects other random numbers for
+    /// stochastic rounding and for Hadamard signs; 0 selects the run's own random numbers. Every rank must call this function, and all
+    /// ranks get the same values.
     ///
     /// # Errors
-    /// [`Error::Data`] for a step without a target; from the backend, the data and other ranks.
+    /// Returns [`Error::Data`] for a step without a target, and passes on errors of the backend, the data and other ranks.
     pub fn gradient(&mut self, later: u64, redraw: u64) -> Result<Vec<ParamGradient>> {
         Ok(self.gradient_seen(later, redraw, false)?.0)
     }
 
-    /// The error of every quantization of the step of `gradient(0, 0)` on this rank.
+    /// Measures the error of every quantization on this rank, in the step that `gradient(0, 0)` computes.
     ///
     /// # Errors
-    /// As [`Trainer::gradient`].
+    /// Returns the errors of [`Trainer::gradient`].
     pub fn quantization_errors(&mut self) -> Result<Vec<SiteError>> {
         Ok(self.gradient_seen(0, 0, true)?.1)
     }
@@ -83,11 +84,12 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok((named.map(|(name, values)| ParamGradient { name, values }).collect(), errors))
     }
 
-    /// Held-out nats of each of the first sequences, `batches` batches of [`HeldOut::BATCH`](crate::evaluation::HeldOut::BATCH) from all over the data, or of all (0), and the
-    /// number of their targets. Two recipes on the same weights can be compared sequence by sequence. The same on every rank.
+    /// Computes the held-out loss in nats of each evaluated sequence, and the number of their targets. `batches` batches of
+    /// [`HeldOut::BATCH`](crate::evaluation::HeldOut::BATCH) sequences are taken from all over the data; 0 means all sequences. With these
+    /// losses, two recipes with the same weights can be compared sequence by sequence. The results are the same on every rank.
     ///
     /// # Errors
-    /// As [`Trainer::evaluate`].
+    /// Returns the errors of [`Trainer::evaluate`].
     pub fn held_out_sequences(&mut self, batches: usize) -> Result<(Vec<f32>, u64)> {
         self.require_settled("held_out_sequences")?;
         let RankState { context, model, activations, .. } = &mut self.rank;

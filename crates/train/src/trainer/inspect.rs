@@ -70,7 +70,7 @@ impl Inspection {
     /// Writes the tensors as one safetensors file with this metadata. All tensors are F32.
     ///
     /// # Errors
-    /// The errors of the operating system.
+    /// Returns the errors of the operating system.
     pub fn write(&self, metadata: &BTreeMap<String, String>, to: &mut dyn Write) -> io::Result<()> {
         let tensors: BTreeMap<&str, _> =
             self.tensors.iter().map(|(name, ..)| name.as_str()).zip(&self.tensors).collect();
@@ -86,18 +86,19 @@ fn as_floats(numbers: &[i32]) -> Vec<f32> {
 }
 
 impl<B: Kernels> Trainer<'_, B> {
-    /// Runs forward and backward of the next step's only micro-batch, without the optimizer. All tensors come from the step's own pass,
-    /// with the step's shards. The trainer is consumed. Every rank returns the tensors of all ranks, with the same bits as one rank: rows
-    /// are in token order, and experts are ordered by index.
+    /// Runs the forward and backward passes of the next step's only micro-batch, without the optimizer. All tensors come from the step's
+    /// own pass, with the step's shards. The trainer is consumed. Every rank returns the tensors of all ranks, with the same bits as one
+    /// rank: rows are in token order, and experts are ordered by index.
     ///
-    /// The tensors are: `ids`, `targets` `[sequences, seq_len]`, and `starts` if documents are separated; `ids.K` and `targets.K` of the
-    /// K-th following step, for `steps` steps in total, so that another implementation can train on the same tokens; `experts.LAYER` and
-    /// `gates.LAYER` `[t, k]` of layers with experts; `logits` `[t, v]`; each weight under its checkpoint's name, and its gradient under
-    /// `grad.NAME`. The loss is the mean over the tokens in nats plus the routers' losses.
+    /// The tensors are `ids` and `targets` `[sequences, seq_len]`, and `starts` if documents are separated. `ids.K` and `targets.K` belong
+    /// to the K-th following step, for `steps` steps in total, so that another implementation can train on the same tokens. `experts.LAYER`
+    /// and `gates.LAYER` `[t, k]` belong to layers with experts, and `logits` is `[t, v]`. Each weight has its name in checkpoints, and its
+    /// gradient has the name `grad.NAME`. The loss of these gradients is the mean over the tokens in nats, plus the routers' losses.
     ///
     /// # Errors
-    /// [`Error::Data`] for a step without a target. An error for several micro-batches, because a step's gradients are sums over all
-    /// micro-batches, so the tensors of one micro-batch do not explain the gradients. Errors of the backend, the data and other ranks.
+    /// Returns [`Error::Data`] for a step without a target. Returns an error for several micro-batches, because a step's gradients are sums
+    /// over all micro-batches, so the tensors of one micro-batch do not explain the gradients. Passes on errors of the backend, the data
+    /// and other ranks.
     pub fn inspect(mut self, steps: u64) -> Result<Inspection> {
         let micro_batches = self.rank.context.config.train.grad_accum;
         if micro_batches != 1 {

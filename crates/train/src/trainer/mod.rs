@@ -136,21 +136,21 @@ enum Issue {
 }
 
 impl<'a, B: Kernels> Trainer<'a, B> {
-    /// A trainer at the beginning of a run.
+    /// Creates a trainer at the beginning of a run.
     ///
     /// # Errors
-    /// An error for a recipe or data that cannot be read, or for a batch that the recipe's blocks do not divide.
+    /// Returns an error for a recipe or data that cannot be read, or for a batch that the recipe's blocks do not divide.
     pub fn new(b: &'a B, mesh: impl Into<Mesh<'a, B>>, config: &Config) -> Result<Self> {
         let mut trainer = Self::under(b, mesh, config, checked_recipe(config)?)?.with_data()?;
         trainer.load_initial()?;
         Ok(trainer)
     }
 
-    /// A trainer with this recipe, which may differ from the configuration's recipe because a checkpoint contains its run's recipe. The
-    /// trainer has no data, because generation needs none; `with_data` adds data.
+    /// Creates a trainer with this recipe. The recipe may differ from the configuration's recipe, because a checkpoint contains the recipe
+    /// of its run. The trainer has no data, because generation needs none; `with_data` adds data.
     ///
     /// # Errors
-    /// The errors of [`Trainer::new`], except those of data.
+    /// Returns the errors of [`Trainer::new`], except the errors of data.
     pub fn under(b: &'a B, mesh: impl Into<Mesh<'a, B>>, config: &Config, recipe: Recipe) -> Result<Self> {
         let (mesh, recipe) = (mesh.into(), for_run(config, recipe));
         phase(format_args!("making the model"));
@@ -201,7 +201,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// Adds the configuration's data to the trainer.
     ///
     /// # Errors
-    /// An error for data that cannot be read.
+    /// Returns an error for data that cannot be read.
     pub fn with_data(self) -> Result<Self> {
         let data = Dataset::of(&self.rank.context.config)?;
         self.with(data)
@@ -224,7 +224,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         self.rank.context.step
     }
 
-    /// Number of issued steps whose record has not been read.
+    /// Number of issued steps whose record has not been read yet.
     pub fn unread(&self) -> usize {
         self.issued.len()
     }
@@ -247,15 +247,15 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// The run's data.
     ///
     /// # Errors
-    /// [`crate::Error::Config`] if the trainer has no data.
+    /// Returns [`crate::Error::Config`] if the trainer has no data.
     pub fn data(&self) -> Result<&Dataset> {
         self.rank.context.data()
     }
 
-    /// The tokenizer of the run's data. If the tokenizer is unknown, the byte tokenizer.
+    /// The tokenizer of the run's data. If the data's tokenizer is unknown, this is the byte tokenizer.
     ///
     /// # Errors
-    /// The errors of [`Config::tokenizer`].
+    /// Returns the errors of [`Config::tokenizer`].
     pub fn tokenizer(&self) -> Result<SharedTokenizer> {
         Ok(self.rank.context.config.tokenizer()?.unwrap_or_else(|| Arc::new(Bytes)))
     }

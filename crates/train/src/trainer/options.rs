@@ -14,23 +14,24 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The largest signal number that can stop a run.
 const MOST_ASKED: usize = 127;
 
-/// Options in addition to the configuration.
+/// Options of a run in addition to its configuration.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Options {
-    /// Resume from the newest complete checkpoint in the run's directory. If a run has begun there but has no checkpoint yet, start from
-    /// the beginning.
+    /// Whether to resume from the newest complete checkpoint in the run's directory. If the directory has a run without a checkpoint, the
+    /// run starts from the beginning.
     pub resume: bool,
-    /// If the directory of a new run is already in use, add the next free number: `runs/tiny-2`.
+    /// Whether to append the next free number (`runs/tiny-2`) if the directory of a new run is already in use.
     pub numbered: bool,
-    /// Hash the weights after the last step; the result is [`Summary::digest`].
+    /// Whether to hash the weights after the last step; [`Summary::digest`] contains the hash.
     pub digest: bool,
-    /// If not 0, the run ends after this step of its schedule, counted from 1: it saves a checkpoint, plots, and skips the last evaluation.
-    /// It can be resumed. [`Outcome::stopped`] stays 0.
+    /// If not 0, the run ends after this step of its schedule, counted from 1. The run then saves a checkpoint, plots, and skips the last
+    /// evaluation. It can be resumed. [`Outcome::stopped`] stays 0.
     pub until: u64,
-    /// If not 0, the run ends after the current step or evaluation batch: it saves a checkpoint, plots, and skips the last evaluation or
-    /// the rest of it. The value is a signal's number or another number below 128. Every rank ends with this value ([`Outcome::stopped`]).
-    /// Each rank may have such a flag; without a flag, a rank makes no request. Several ranks learn of the value from the record of a later
-    /// step. Several ranks end after the same step, at most two steps later than a single rank would.
+    /// If not 0, the run ends after the current step or evaluation batch. The run then saves a checkpoint, plots, and skips the last
+    /// evaluation or the rest of it. The value is a signal's number or another number below 128. Every rank ends with this value
+    /// ([`Outcome::stopped`]). Each rank may have such a flag; a rank without a flag never requests a stop. With several ranks, each rank
+    /// learns of the value from the record of a later step. With several ranks, all ranks end after the same step, at most two steps later
+    /// than a single rank would.
     pub stop: Option<&'static AtomicUsize>,
 }
 
@@ -47,7 +48,7 @@ impl Options {
     }
 }
 
-/// Receives the reports of a run. Only the first rank makes reports, except [`Observer::start`], which every rank calls.
+/// Receives the reports of a run. Only the first rank reports, except through [`Observer::start`], which every rank calls.
 pub trait Observer {
     /// The run starts or resumes in this folder. The first rank now holds the folder's lock; a new run has written nothing there yet.
     fn claimed(&mut self, _dir: &str) {}
@@ -93,8 +94,8 @@ pub struct Start<'a> {
 pub struct Outcome {
     /// The results of the run, on the first rank; `None` on the others.
     pub summary: Option<Summary>,
-    /// The flag with which a rank stopped the run before its end ([`Options::stop`]); 0 if no rank did. The value is the same on every
-    /// rank.
+    /// The value of the flag with which a rank stopped the run before its end ([`Options::stop`]); 0 if no rank stopped the run. The value
+    /// is the same on every rank.
     pub stopped: u8,
 }
 

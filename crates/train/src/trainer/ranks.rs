@@ -28,7 +28,7 @@ pub(super) fn largest<B: Kernels>(b: &B, comm: &dyn Comm<B>, here: u8) -> Result
 /// an error. Every rank must call this function.
 ///
 /// # Errors
-/// The errors of the ranks, as described above; errors of the backend and of communication with other ranks.
+/// Returns the errors of the ranks, as described above, and passes on errors of the backend and of communication with other ranks.
 pub(super) fn of_all_ranks<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
@@ -70,8 +70,8 @@ pub(super) fn of_all_ranks<B: Kernels>(
 /// rank puts a file into the folder until all ranks have checked. `what` names the folder in messages.
 ///
 /// # Errors
-/// Every rank gets the same kinds of errors: the first rank's error; [`Error::Checkpoint`] naming the folder and the first rank that does
-/// not see it, or a folder whose name is not UTF-8; errors of the backend and of other ranks.
+/// Every rank gets the same kinds of errors: the first rank's error, and [`Error::Checkpoint`] naming the folder and the first rank that
+/// does not see it, or a folder whose name is not UTF-8, and passes on errors of the backend and of other ranks.
 pub(super) fn shared_folder<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,

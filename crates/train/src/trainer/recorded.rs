@@ -33,9 +33,9 @@ pub(super) struct Recorded<B: Kernels> {
 }
 
 impl<B: Kernels> Recorded<B> {
-    /// Replays a step. First records the step if there is no recording or the precisions have changed; the old recording is dropped before
-    /// the new recording is made. The optimizer waits until a checkpoint in progress has copied the values that the optimizer changes.
-    /// Returns the time that the recording took.
+    /// Replays a step. If there is no recording of the step, or the precisions have changed, the step is recorded first; the old recording
+    /// is dropped before the new recording is made. The optimizer waits until a checkpoint in progress has copied the values that the
+    /// optimizer changes. Returns the time that the recording took.
     pub fn run(
         recorded: &mut Option<Self>,
         context: &RankContext<'_, B>,

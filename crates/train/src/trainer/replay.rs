@@ -13,16 +13,16 @@ use nibble_core::ops::Control;
 use nibble_core::{DeviceKind, Error as CoreError, Kernels};
 use std::path::Path;
 
-/// What a step computes before the optimizer.
+/// The results that a step computes before the optimizer runs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tried {
-    /// Loss in nats, as in the metrics.
+    /// Loss in nats, with the meaning that the loss has in the metrics.
     pub loss: f64,
     /// Norm of the gradient before clipping.
     pub grad_norm: f64,
-    /// The first tensor that is not finite, as a run would report it.
+    /// The first tensor that is not finite, with the name that a run would report.
     pub non_finite: Option<String>,
-    /// Counts at every site. Quantization is measured in all layers.
+    /// The layer metrics of the step, with quantization measured in all layers.
     pub layers: LayerMetrics,
 }
 
@@ -37,7 +37,7 @@ pub struct ScoredSequence {
     pub targets: usize,
     /// Token ids of the inputs.
     pub inputs: Vec<i32>,
-    /// Token ids of the targets, or [`crate::data::NO_TARGET`].
+    /// Token ids of the targets; [`crate::data::NO_TARGET`] for a token without a target.
     pub wanted: Vec<i32>,
 }
 
@@ -54,7 +54,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// The record of a step whose loss begins a spike; `None` for other steps. The watchdog has not taken the step yet.
     ///
     /// # Errors
-    /// Of the data.
+    /// Returns errors of the data.
     pub(super) fn spike_of_step(&self, metrics: &Metrics, watchdog: &Watchdog) -> Result<Option<Spike>> {
         match metrics.loss.filter(|loss| watchdog.begins_spike(*loss)) {
             Some(loss) => {
@@ -68,7 +68,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// The record of a step that ends with this error; `None` unless a value of the step was not finite.
     ///
     /// # Errors
-    /// Of the data.
+    /// Returns errors of the data.
     pub(super) fn spike_of_error(&self, error: &Error, usual: Usual) -> Result<Option<Spike>> {
         let Error::Core(CoreError::NonFinite { site, step, .. }) = error else { return Ok(None) };
         let found = Spike { non_finite: Some(site.clone()), ..Spike::default() };
@@ -91,7 +91,7 @@ impl<B: Kernels> Trainer<'_, B> {
         })
     }
 
-    /// `cpu` or `gpu`, as in [`Spike::device`].
+    /// `cpu` or `gpu`, with the meaning of [`Spike::device`].
     pub fn device_kind(&self) -> &'static str {
         match self.rank.context.b.kind() {
             DeviceKind::Host => "cpu",
@@ -99,20 +99,21 @@ impl<B: Kernels> Trainer<'_, B> {
         }
     }
 
-    /// The sequences of all ranks in a step, counted from 0.
+    /// The sequences of all ranks in step `step`, which is counted from 0.
     ///
     /// # Errors
-    /// Of the data.
+    /// Returns errors of the data.
     pub fn batches_of(&self, step: u64) -> Result<StepBatches> {
         self.rank.context.plan()?.of_all_ranks().step(step)
     }
 
-    /// Runs the next step, but on the batch of step `data` (counted from 0), and changes nothing: neither weights and moments nor scales of
-    /// earlier steps. With the step's own batch, loss and norm have the bits of the step. Quantization is measured in all layers if
-    /// `train.quantization_every` is not 0. `None` if the batch has no target. Every rank must call this function.
+    /// Runs the next step on the batch of step `data` (counted from 0), but changes nothing: neither weights nor moments nor delayed
+    /// scales. With the step's own batch, the loss and the norm are bit-identical to those of the real step. Quantization is measured in
+    /// all layers if `train.quantization_every` is not 0. The result is `None` if the batch has no target. Every rank must call this
+    /// function.
     ///
     /// # Errors
-    /// From the backend, the data and other ranks. Values that are not finite are no error.
+    /// Returns errors of the backend, the data and other ranks. Values that are not finite are no error.
     pub fn try_step(&mut self, data: u64) -> Result<Option<Tried>> {
         self.require_settled("try_step")?;
         self.rank.make_buffers()?;
@@ -168,7 +169,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// The loss of each sequence in the batch of step `data` (counted from 0), in the order of the batch. On one rank only.
     ///
     /// # Errors
-    /// As [`Trainer::try_step`].
+    /// Returns the errors of [`Trainer::try_step`].
     pub fn sequences_of(&mut self, data: u64) -> Result<Vec<ScoredSequence>> {
         self.require_settled("sequences_of")?;
         let batches = self.batches_of(data)?;
@@ -193,17 +194,18 @@ impl<B: Kernels> Trainer<'_, B> {
     /// All weights: the name and the values of every parameter, in canonical order. Every rank must call this function.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// Returns errors of the backend and other ranks.
     pub fn weights(&mut self) -> Result<Vec<(String, Vec<f32>)>> {
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
         let params = self.rank.model.params().into_iter();
         params.map(|param| Ok((param.name.clone(), gather(b, mesh, param, &param.master)?))).collect()
     }
 
-    /// Replaces all weights by those of a trainer of the same model, and the position in the run by that trainer's. On one rank only.
+    /// Replaces all weights by the weights of another trainer of the same model, and sets the position in the run to that trainer's
+    /// position. On one rank only.
     ///
     /// # Errors
-    /// An error for other parameters than those of the model; from the backend.
+    /// Returns an error if the parameters are not those of the model, and passes on errors of the backend.
     pub fn set_weights(&mut self, weights: &[(String, Vec<f32>)], step: u64) -> Result<()> {
         self.require_settled("set_weights")?;
         let b = self.rank.context.b;
@@ -223,19 +225,20 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// Where a training sequence lies in the run's data: the source, and the number of its first token there.
+    /// Finds where a training sequence lies in the run's data: the name of the source, and the index of the sequence's first token in this
+    /// source.
     ///
     /// # Errors
-    /// If the trainer has no data.
+    /// Returns an error if the trainer has no data.
     pub fn place_of(&self, cursor: u64) -> Result<(String, u64)> {
         let (source, token) = self.data()?.place(cursor);
         Ok((source.map_or_else(|| self.config().data.described(), str::to_owned), token))
     }
 
-    /// Checks that the trainer's data are those of this hash.
+    /// Checks that the trainer's data have this SHA-256 hash.
     ///
     /// # Errors
-    /// [`Error::Data`] if they are others.
+    /// Returns [`Error::Data`] if the trainer has other data.
     pub fn require_data(&self, sha256: &str) -> Result<()> {
         if self.data()?.sha256() == sha256 {
             return Ok(());

@@ -19,10 +19,11 @@ use nibble_core::{DeviceKind, Kernels, MemoryStats, Mesh};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
-/// Trains to the end on this rank. The other ranks have no summary, write only checkpoint files, and report only the start of the run.
+/// Trains on this rank to the end of the run. The other ranks have no summary, write only checkpoint files, and report only the start of
+/// the run.
 ///
 /// # Errors
-/// Any error that stops the run. The other ranks have already been informed of the error.
+/// Returns any error that stops the run. The other ranks have already been informed of the error.
 pub fn run<'a, B: Kernels>(
     b: &'a B,
     mesh: impl Into<Mesh<'a, B>>,

@@ -17,8 +17,8 @@ impl<B: Kernels> Trainer<'_, B> {
     /// [`HeldOut::BATCH`] sequences spread over the data; 0 means all held-out data, including the shorter tail.
     ///
     /// # Errors
-    /// [`nibble_core::Error::NonFinite`] if the loss is not finite; [`Error::Data`] if there is no target; errors of the backend and of
-    /// other ranks.
+    /// Returns [`nibble_core::Error::NonFinite`] if the loss is not finite, and [`Error::Data`] if there is no target, and passes on errors
+    /// of the backend and of other ranks.
     pub fn evaluate(&mut self, batches: usize) -> Result<f64> {
         let found = self.evaluate_while(batches, &mut |_, _| Ok(true))?;
         found.and_then(|found| found.loss()).ok_or_else(|| {
@@ -26,11 +26,11 @@ impl<B: Kernels> Trainer<'_, B> {
         })
     }
 
-    /// The sums from which [`Trainer::evaluate`] computes the mean. `go_on(done, of)` is called after every batch; if `go_on` returns
-    /// false, the result is `None`. Every rank calls `go_on` after the same batches, and must return the same answer.
+    /// Computes the sums from which [`Trainer::evaluate`] computes the mean loss. `go_on(done, of)` is called after every batch; if `go_on`
+    /// returns false, the result is `None`. Every rank calls `go_on` after the same batches, and must return the same answer.
     ///
     /// # Errors
-    /// The errors of [`Trainer::evaluate`], except the error for data without a target; the errors of `go_on`.
+    /// Returns the errors of [`Trainer::evaluate`], except the error for data without a target, and passes on the errors of `go_on`.
     pub fn evaluate_while(
         &mut self,
         batches: usize,
@@ -44,10 +44,10 @@ impl<B: Kernels> Trainer<'_, B> {
         evaluated.map_err(|error| self.without_room(error, "the held-out loss"))
     }
 
-    /// Logits of the last of these tokens, which form one sequence. The logits are the same on every rank.
+    /// Computes the logits after the last of these tokens, which form one sequence. The logits are the same on every rank.
     ///
     /// # Errors
-    /// An error if an id is not in the vocabulary; errors of the backend.
+    /// Returns an error if an id is not in the vocabulary, and passes on errors of the backend.
     pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
         self.require_settled("next_logits")?;
         let RankState { context, model, activations, .. } = &mut self.rank;
@@ -66,18 +66,19 @@ impl<B: Kernels> Trainer<'_, B> {
     /// these activations.
     ///
     /// # Errors
-    /// The errors of [`Trainer::train_step`].
+    /// Returns the errors of [`Trainer::train_step`].
     pub fn ledger(&mut self) -> Result<(Ledger, usize)> {
         self.require_settled("ledger")?;
         let batch = self.rank.context.plan()?.batch(self.rank.context.step, 0)?;
         self.rank.ledger_of(&batch)
     }
 
-    /// The log-likelihood in nats of each request's scored tokens, given the preceding tokens. A request that is longer than a sequence
-    /// plus its last target loses its beginning. `tell(done, of)` is called after every batch.
+    /// The log-likelihood in nats of each request's scored tokens, given the preceding tokens. If a request is longer than a sequence plus
+    /// its last target, the beginning of the request is cut off. `tell(done, of)` is called after every batch.
     ///
     /// # Errors
-    /// An error if an id is not in the vocabulary, or if a log-likelihood is not finite; errors of the backend and of other ranks.
+    /// Returns an error if an id is not in the vocabulary, or if a log-likelihood is not finite, and passes on errors of the backend and of
+    /// other ranks.
     pub fn log_likelihoods(
         &mut self,
         requests: &[Request],
@@ -95,7 +96,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Every rank calls `go_on` after the same batches, and must return the same answer.
     ///
     /// # Errors
-    /// The errors of [`Trainer::log_likelihoods`] and of `go_on`.
+    /// Returns the errors of [`Trainer::log_likelihoods`] and of `go_on`.
     pub fn log_likelihoods_while(
         &mut self,
         requests: &[Request],
@@ -133,12 +134,12 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 
     /// The perplexity of all documents of a source, and the source's rows that are left out. The source is read with the settings of the
-    /// run's data. Tokens attend only to their own document; `stride` tokens of a document are predicted at a time ([`Windows`]). BOS
+    /// run's data. Tokens attend only to their own document. `stride` tokens of a document are predicted at a time ([`Windows`]). BOS
     /// precedes a document. EOS follows a document only if the document's file contains EOS.
     ///
     /// # Errors
-    /// [`Error::Data`] if files cannot be read, or if there is no token to predict; [`Error::Config`] for token ids of an unknown
-    /// tokenizer; otherwise the errors of [`Windows::new`] and [`Trainer::log_likelihoods`].
+    /// Returns [`Error::Data`] if files cannot be read, or if there is no token to predict, and [`Error::Config`] for token ids of an
+    /// unknown tokenizer, and passes on errors of [`Windows::new`] and [`Trainer::log_likelihoods`].
     pub fn perplexity(
         &mut self,
         source: &str,

@@ -16,7 +16,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Takes one optimizer step, and returns the step's metrics.
     ///
     /// # Errors
-    /// The errors of [`Trainer::issue_step`] and [`Trainer::settle`].
+    /// Returns the errors of [`Trainer::issue_step`] and [`Trainer::settle`].
     pub fn train_step(&mut self) -> Result<Metrics> {
         self.issue(Issue::Replayed)?;
         self.settle_all()
@@ -25,7 +25,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Takes one optimizer step op by op, even if steps are recorded and replayed.
     ///
     /// # Errors
-    /// The errors of [`Trainer::train_step`].
+    /// Returns the errors of [`Trainer::train_step`].
     pub fn eager_step(&mut self) -> Result<Metrics> {
         self.issue(Issue::Eager)?;
         self.settle_all()
@@ -41,11 +41,11 @@ impl<B: Kernels> Trainer<'_, B> {
         last.ok_or_else(|| CoreError::shape("train_step", "record", "none", "that of the step").into())
     }
 
-    /// Issues an optimizer step without waiting for it. [`Trainer::settle`] must read the step's record before the step after the next is
-    /// issued. A step whose gradients are not finite changes no weight, and neither does any later step.
+    /// Issues an optimizer step without waiting for the step's result. [`Trainer::settle`] must read the step's record before the step
+    /// after the next is issued. A step whose gradients are not finite changes no weight, and no later step changes any weight either.
     ///
     /// # Errors
-    /// Errors of the backend, the data, or other ranks; an error if the records of two steps have not been read.
+    /// Passes on errors of the backend, the data, or other ranks, and returns an error if the records of two steps have not been read.
     pub fn issue_step(&mut self) -> Result<()> {
         self.issue(Issue::Replayed)
     }
@@ -121,17 +121,17 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// Waits for the oldest unread record and reads it. Returns `None` if there is no unread record.
+    /// Waits for the oldest unread record, and reads this record. Returns `None` if there is no unread record.
     ///
     /// With expert parallelism, a step's all-to-all may have overflowed its buffers. The step with the overflow and the later issued steps
-    /// are then retried with larger buffers, and the retried step's metrics are returned. So every rank must call this function after the
-    /// same steps.
+    /// are then retried with larger buffers, and this function returns the metrics of the retried step. Therefore every rank must call this
+    /// function after the same steps.
     ///
     /// # Errors
-    /// The error of a rank that has failed since the step was issued; the record is then discarded. [`nibble_core::Error::NonFinite`]
-    /// naming the step and the first tensor, on any rank, that is not finite; no weight has changed since then.
-    /// [`nibble_core::Error::Capacity`] if an expert layer on one rank had more rows than its buffers hold. The errors of
-    /// [`Trainer::issue_step`] for a retry, and of a checkpoint in progress, which a failed or retried step completes.
+    /// Returns the error of a rank that has failed since the step was issued; the record is then discarded. Returns
+    /// [`nibble_core::Error::NonFinite`] naming the step and the first tensor, on any rank, that is not finite; no weight has changed since
+    /// then. Returns [`nibble_core::Error::Capacity`] if an expert layer on one rank had more rows than its buffers hold. Returns the
+    /// errors of [`Trainer::issue_step`] for a retry, and of a checkpoint in progress, which a failed or retried step completes.
     pub fn settle(&mut self) -> Result<Option<Metrics>> {
         let Some(Issued { step, report, how, lr, counted, started, waited, issuing }) =
             self.issued.pop_front()
@@ -223,7 +223,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// Notes about exchanges among ranks since the last call.
+    /// Messages about the all-to-alls among ranks since the last call.
     pub fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.rank.context.notes)
     }

@@ -148,7 +148,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// parameter. Every rank must call this function.
     ///
     /// # Errors
-    /// The errors of the backend and other ranks.
+    /// Returns the errors of the backend and other ranks.
     pub fn digest(&mut self) -> Result<String> {
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
         let mut sha = Sha256::new();
@@ -164,8 +164,8 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Continues from a checkpoint that was written by any number of ranks.
     ///
     /// # Errors
-    /// [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape, or a file that does not match its
-    /// checksum. The trainer is unusable after an error, because some tensors may have been loaded.
+    /// Returns [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape, or a file that does not match
+    /// its checksum. The trainer is unusable after an error, because some tensors may have been loaded.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.load_weights(checkpoint)?;
         self.rank.make_buffers().map_err(|error| self.without_room(error, "loading a checkpoint"))?;
@@ -182,10 +182,10 @@ impl<B: Kernels> Trainer<'_, B> {
         buffers.restart(b, self.rank.context.step)
     }
 
-    /// The amax histories of delayed scales on this rank. Empty if the recipe has no delayed scales, and before the first step.
+    /// The amax histories of delayed scales on this rank. The list is empty if the recipe has no delayed scales, and before the first step.
     ///
     /// # Errors
-    /// An error if a step's record has not been read; errors of the backend.
+    /// Returns an error if a step's record has not been read, and passes on errors of the backend.
     pub fn histories(&mut self) -> Result<Vec<History>> {
         self.require_settled("histories")?;
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
@@ -195,7 +195,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Loads the weights and the step of a checkpoint, but not the moments, which evaluation and generation do not need.
     ///
     /// # Errors
-    /// The errors of [`Trainer::load`].
+    /// Returns the errors of [`Trainer::load`].
     pub fn load_weights(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.require_settled("load")?;
         phase(format_args!("loading {}", checkpoint.path().display()));
@@ -211,12 +211,12 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// Loads the weights of `train.init_from`, if this key is set; with `train.init_state = "all"`, also the state of that run.
+    /// Loads the weights of `train.init_from`, if this key is set; with `train.init_state = "all"`, also loads the other state of that run.
     ///
     /// # Errors
-    /// [`crate::Error::Checkpoint`] if a tensor is missing, unexpected or of another shape (the error names it), or if the folder cannot be
-    /// read. [`crate::Error::Config`] if `train.init_state = "all"` cannot be met: the folder has no optimizer state, or its position is not
-    /// one of this run.
+    /// Returns [`crate::Error::Checkpoint`] if a tensor is missing, unexpected or of another shape (the error names the tensor), or if the
+    /// folder cannot be read. Returns [`crate::Error::Config`] if `train.init_state = "all"` cannot be met: the folder has no optimizer
+    /// state, or its position is not one of this run.
     pub fn load_initial(&mut self) -> Result<()> {
         let from = self.rank.context.config.train.init_from.clone();
         let takes_all = self.rank.context.config.train.init_state == InitState::All;

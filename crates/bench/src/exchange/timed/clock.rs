@@ -10,14 +10,14 @@ pub const WINDOWS: usize = 5;
 /// Maximum number of calls per window.
 const MOST_CALLS: f64 = 20_000.0;
 
-/// Microseconds per call on the slowest rank.
+/// The time of one call on the slowest rank, in microseconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Times {
-    /// Median time of the windows.
+    /// Median over the windows of the time per call.
     pub median_us: f64,
-    /// Time of the fastest window.
+    /// Time per call in the fastest window.
     pub min_us: f64,
-    /// Time of the slowest window.
+    /// Time per call in the slowest window.
     pub max_us: f64,
 }
 
@@ -34,7 +34,7 @@ impl Times {
     }
 }
 
-/// A rank's stopwatch; all ranks use their stopwatches together.
+/// A rank's stopwatch; all ranks must measure with their stopwatches at the same time.
 pub struct Clock<'a, B: Backend> {
     b: &'a B,
     comm: &'a dyn Comm<B>,
@@ -45,10 +45,10 @@ pub struct Clock<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Clock<'a, B> {
-    /// A clock with windows of `window` seconds.
+    /// Creates a stopwatch that repeats a call for windows of `window` seconds.
     ///
     /// # Errors
-    /// The backend's errors.
+    /// Returns the backend's errors.
     pub fn new(b: &'a B, comm: &'a dyn Comm<B>, window: f64) -> Result<Self> {
         Ok(Self { b, comm, window, marker: b.zeros(1)? })
     }
@@ -58,10 +58,11 @@ impl<'a, B: Backend> Clock<'a, B> {
         self.b.download(&self.marker).map(drop)
     }
 
-    /// Times a call; all ranks make the same number of calls. The call's memory comes from an arena, as in a training step.
+    /// Measures the time of a call; all ranks make the same number of calls. The call allocates its memory from an arena, as a training
+    /// step does.
     ///
     /// # Errors
-    /// The errors of the call, of the backend and of other ranks.
+    /// Returns the errors of the call, of the backend and of other ranks.
     pub fn time(&self, mut call: impl FnMut() -> Result<()>) -> Result<Times> {
         let arena = self.b.arena("exchange")?;
         // `window` returns the seconds per call.

@@ -56,10 +56,10 @@ fn milliseconds(text: &str) -> Result<f64, String> {
 }
 
 impl TimedArgs {
-    /// Measures and returns the figures; `None` without `--ranks`.
+    /// Measures a timed exchange and returns its figures; `None` without the option `--ranks`.
     ///
     /// # Errors
-    /// A usage error for sizes that cannot be timed; errors of the device and of other ranks.
+    /// Returns a usage error for sizes that cannot be timed, and passes on errors of the device and of other ranks.
     pub fn run(&self) -> Result<Option<Value>> {
         let Some(ranks) = self.ranks else { return Ok(None) };
         let work = Timing {

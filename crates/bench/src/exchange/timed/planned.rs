@@ -27,7 +27,7 @@ pub enum Splits {
 }
 
 impl Splits {
-    /// The name in tables and files.
+    /// The distribution's name in tables and files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Equal => "equal",
@@ -39,7 +39,7 @@ impl Splits {
 /// The size of an exchange; every rank sends the same number of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
-    /// Rows that each rank sends: a multiple of twice the number of ranks.
+    /// Number of rows that each rank sends, which is a multiple of twice the number of ranks.
     pub rows: usize,
     /// Columns of a row.
     pub cols: usize,
@@ -50,7 +50,7 @@ pub struct Size {
 }
 
 impl Size {
-    /// Number of rows sent to each rank; it is the same for every sender.
+    /// Number of rows that a sender sends to each rank, which is the same for every sender.
     pub fn rows_to(&self) -> Vec<usize> {
         let Self { rows, ranks, .. } = *self;
         let share = rows / ranks;
@@ -71,17 +71,17 @@ impl Size {
         [self.rows - own, (self.ranks - 1) * own]
     }
 
-    /// Number of rows over the busiest link in its busier direction.
+    /// Number of rows over the busiest link, counted in its busier direction.
     pub fn busiest(&self) -> usize {
         (0..self.ranks).flat_map(|rank| self.leaving_and_arriving(rank)).max().unwrap_or(0)
     }
 
-    /// Maximum number of rows that a rank receives, including rows from itself.
+    /// The largest number of rows that any rank receives, including rows from itself.
     pub fn fullest(&self) -> usize {
         self.ranks * self.rows_to().into_iter().max().unwrap_or(0)
     }
 
-    /// The expert of each row of a rank. Destinations are shuffled; the experts of one rank get equal numbers of rows.
+    /// The expert of each row of a rank. The destinations are in random order, and the experts of one rank get equal numbers of rows.
     pub fn experts(&self, rank: usize) -> Vec<i32> {
         let stream = Stream::new(2, Purpose::Data, rank as u32, 0);
         let mut drawn: Vec<usize> = (0..self.rows).collect();
@@ -109,7 +109,7 @@ pub enum Way {
 }
 
 impl Way {
-    /// The name in tables and files.
+    /// The direction's name in tables and files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Dispatch => "dispatch, forward",
@@ -119,21 +119,21 @@ impl Way {
     }
 }
 
-/// A direction and format of rows.
+/// One direction and one format in which rows are sent.
 #[derive(Debug, Clone)]
 pub struct Trip {
     pub way: Way,
     /// The format's name in tables and files.
     pub format: &'static str,
-    /// Precision of the rows in messages.
+    /// The precision in which messages carry the rows.
     pub to: Precision,
 }
 
 impl Trip {
-    /// All trips, BF16 forward first.
+    /// All combinations of direction and format; BF16 in the forward direction comes first.
     ///
     /// # Errors
-    /// If a built-in recipe is missing.
+    /// Returns an error if a built-in recipe is missing.
     pub fn all() -> Result<Vec<Self>> {
         use Way::{Combine, Dispatch, DispatchBackward};
         let of = |way, format, recipe: &str, site| {
@@ -154,7 +154,7 @@ impl Trip {
         .collect()
     }
 
-    /// Layout of a row of `cols` columns in a message.
+    /// The layout in a message of a row that has `cols` columns.
     pub fn row_kind(&self, cols: usize) -> RowKind {
         RowKind { format: self.to.format, rule: self.to.scale, cols }
     }
@@ -179,7 +179,7 @@ impl Stage {
     /// All stages, in the order of the tables.
     pub const ALL: [Self; 5] = [Self::Pack, Self::Exchange, Self::Unpack, Self::Whole, Self::Plain];
 
-    /// The name in tables and files.
+    /// The stage's name in tables and files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Pack => "quantize+pack",
@@ -191,7 +191,7 @@ impl Stage {
     }
 }
 
-/// The plan of one size on one rank.
+/// The plan of an exchange of one size, on one rank.
 pub struct Planned<'a, B: Kernels> {
     pub cx: Cx<'a, B>,
     pub plan: ExchangePlan<B>,
@@ -199,10 +199,10 @@ pub struct Planned<'a, B: Kernels> {
 }
 
 impl<'a, B: Kernels> Planned<'a, B> {
-    /// Plans an exchange with exactly the capacity that the fullest rank needs. All ranks must call it together.
+    /// Plans an exchange with exactly the capacity that the fullest rank needs. All ranks must call this function together.
     ///
     /// # Errors
-    /// The errors of the backend and of other ranks.
+    /// Returns the errors of the backend and of other ranks.
     pub fn new(b: &'a B, mesh: Mesh<'a, B>, recipe: &'a Recipe, size: Size) -> Result<Self> {
         let rank = mesh.ep.rank();
         let shards = Shards::new(b, 1, size.rows, rank)?;
@@ -216,7 +216,7 @@ impl<'a, B: Kernels> Planned<'a, B> {
     /// The input rows of a rank: normal numbers.
     ///
     /// # Errors
-    /// The backend's errors.
+    /// Returns the backend's errors.
     pub fn tokens(b: &B, size: Size, rank: usize) -> Result<Tensor<B>> {
         let stream = Stream::new(3, Purpose::Init, rank as u32, 0);
         let x = InitNormal { stream, first: 0, rows: size.rows, cols: size.cols, std: 1.0 }.run(b)?;
@@ -233,7 +233,7 @@ fn exchange<'c, 'a, B: Kernels>(cx: &'c Cx<'a, B>, size: Size) -> Exchange<'c, '
     Exchange::new(cx, EXPERTS_EACH * size.ranks, 1)
 }
 
-/// The inputs of each stage of a trip.
+/// The inputs of each stage of one trip (direction and format).
 pub struct Stages<'p, 'a, B: Kernels> {
     planned: &'p Planned<'a, B>,
     trip: &'p Trip,
@@ -244,10 +244,10 @@ pub struct Stages<'p, 'a, B: Kernels> {
 }
 
 impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
-    /// Runs the trip once to produce the input of each stage. All ranks must call it together.
+    /// Runs the trip once to produce the input of each stage. All ranks must call this function together.
     ///
     /// # Errors
-    /// The errors of the backend and of other ranks.
+    /// Returns the errors of the backend and of other ranks.
     pub fn new(planned: &'p Planned<'a, B>, trip: &'p Trip) -> Result<Self> {
         let Planned { cx, plan, size } = planned;
         let tokens = Planned::tokens(cx.b, *size, cx.mesh.ep.rank())?;
@@ -266,10 +266,10 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         Ok(stages)
     }
 
-    /// Runs a stage once. All ranks must call it together.
+    /// Runs one stage; all ranks must call this function together.
     ///
     /// # Errors
-    /// The errors of the backend and of other ranks.
+    /// Returns the errors of the backend and of other ranks.
     pub fn run(&self, stage: Stage) -> Result<()> {
         match stage {
             Stage::Pack => self.pack().map(drop),
@@ -320,7 +320,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         rows.begin_exchange(b, self.planned.cx.mesh.ep, (leg, row_bytes), self.packed.clone(), into)?.wait(b)
     }
 
-    /// The received rows in expert order, or the sums of each token's rows.
+    /// Returns the received rows in expert order, or the sums of each token's rows.
     pub fn unpack(&self) -> Result<Operand<B>> {
         let (b, kind, plan) = (self.b(), self.kind(), &self.planned.plan);
         match self.trip.way {
@@ -337,7 +337,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         }
     }
 
-    /// Runs the whole trip, as in a layer.
+    /// Runs all stages of the trip in the order in which a layer runs them.
     pub fn whole(&self) -> Result<Operand<B>> {
         let Planned { cx, plan, size } = self.planned;
         let exchange = exchange(cx, *size);
@@ -362,7 +362,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         self.planned.cx.mesh.ep.begin_all_to_all_v(b, sent, 1, &each, &each, into)?.wait(b)
     }
 
-    /// Bytes that the fullest rank's memory reads and writes outside the all-to-all.
+    /// Number of bytes that the fullest rank's memory reads and writes outside the all-to-all.
     pub fn moved(&self) -> [u64; 2] {
         let Planned { plan, size, .. } = self.planned;
         let (row, given) = (self.kind().row_bytes(), size.cols * DType::Bf16.size_bytes());

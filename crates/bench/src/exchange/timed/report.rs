@@ -83,7 +83,7 @@ pub fn title(size: &Size) -> String {
     format!("{rows} rows of {cols} columns on each of {ranks} ranks, {} splits", splits.name())
 }
 
-/// Prints a header that describes the devices, once, and returns the transport of rows.
+/// Prints once a header that describes the devices, and returns the name of the transport that carries the rows.
 pub fn header<B: Device>(on: &On<'_, B>, limits: Limits) -> &'static str {
     let way = match (on.b.kind(), limits.link) {
         (DeviceKind::Host, _) => {
@@ -145,7 +145,7 @@ pub fn table(size: Size, all: &[Measured]) {
     }
 }
 
-/// Prints all sizes in the form of published dispatch and combine tables.
+/// Prints all sizes in the form of the published tables of dispatch and combine times.
 pub fn published(cases: &[(Size, Vec<Measured>)]) {
     say!("");
     say!(

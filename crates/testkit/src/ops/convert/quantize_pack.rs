@@ -76,7 +76,7 @@ impl<B: Kernels> Case<B> for Packing {
     }
 }
 
-/// The conformance test of [`QuantizePack`]. The test covers all formats and rules; codes, scales and messages of any length; and more
+/// The conformance test of [`QuantizePack`]. The test covers all formats and rules, codes, scales and messages of any length, and more
 /// slots than a warp has lanes.
 pub fn quantize_pack<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let (spreads, cols) =

@@ -131,7 +131,8 @@ fn many_slots() -> Vec<Received> {
     [Spread::Zipf, Spread::OneTakesMost, Spread::EmptyGroups].into_iter().flat_map(of).collect()
 }
 
-/// The conformance test of [`PlanPermute`]. The test includes the refusal of more rows than the capacity, and of a wrong number of slots.
+/// The conformance test of [`PlanPermute`]. The test also checks that too many rows for the capacity, and a wrong number of slots, are
+/// refused.
 pub fn plan_permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for received in Received::all().into_iter().chain(many_slots()) {
         let rows = received.rows();
@@ -212,7 +213,7 @@ impl<B: Kernels> Case<B> for Permuting {
     }
 }
 
-/// The conformance test of [`Permute`]. The values of padding are guaranteed, so padding is compared.
+/// The conformance test of [`Permute`]. Padding rows have guaranteed values, so the test also compares padding rows.
 pub fn permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for received in Received::all() {
         for (i, kind) in KINDS.into_iter().enumerate() {
@@ -448,8 +449,8 @@ impl<B: Kernels> Case<B> for UnpackPermuting {
     }
 }
 
-/// The conformance test of [`UnpackPermute`]. The values of padding are guaranteed, so padding is compared. Codes and scales of 512 columns
-/// are multiples of 16 bytes.
+/// The conformance test of [`UnpackPermute`]. Padding rows have guaranteed values, so the test also compares padding rows. With 512
+/// columns, the codes and the scales of a row are multiples of 16 bytes.
 pub fn unpack_permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for received in Received::all() {
         for (i, kind) in KINDS.into_iter().enumerate() {

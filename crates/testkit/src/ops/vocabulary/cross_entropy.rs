@@ -46,8 +46,8 @@ impl<B: Kernels> Case<B> for CrossEntropyRows {
     }
 }
 
-/// The conformance test of [`CrossEntropy`]. The test includes targets outside the vocabulary, and the refusal of shards that do not divide
-/// the tokens.
+/// The conformance test of [`CrossEntropy`]. The test includes targets outside the vocabulary, and checks that shards that do not divide
+/// the tokens are refused.
 pub fn cross_entropy<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (i, input) in Input::ALL.into_iter().enumerate() {
         // The sizes are around the lanes of a vector and of a sum; there are also two shards of several chunks each.

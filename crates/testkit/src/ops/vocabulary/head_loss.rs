@@ -197,7 +197,7 @@ impl<B: Kernels> Case<B> for Head {
     }
 }
 
-/// The conformance test of [`HeadLoss`]. The test includes the refusal of odd chunks, and of shards that do not divide the tokens.
+/// The conformance test of [`HeadLoss`]. The test also checks that odd chunks, and shards that do not divide the tokens, are refused.
 pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let inputs = if pair.strict { &Input::ALL[..] } else { &[Input::Normal, Input::Integers][..] };
     // A chunk has several shards, one shard, or a part of a shard; some shards have odd lengths.

@@ -7,11 +7,11 @@ use nibble_core::formats::double;
 use nibble_core::{Kernels, Result, Tensor};
 use std::f64::consts::PI;
 
-/// The table `[positions, dim]` in F32 of cosines, then sines, of position · frequency for each pair of a head, times the
-/// [amplitude](Rope::amplitude). Each value is rounded once.
+/// The RoPE table, F32 `[positions, dim]`: for each pair of a head, the cosines of position · frequency, then the sines, all multiplied by
+/// the [amplitude](Rope::amplitude). Each value of the table is rounded only once.
 ///
 /// # Errors
-/// Errors of the backend.
+/// Passes on errors of the backend.
 pub fn rope_table<B: Kernels>(b: &B, positions: usize, rope: Rope) -> Result<Tensor<B>> {
     let (frequencies, amplitude) = (rope.frequencies(), rope.amplitude());
     let mut values = Vec::with_capacity(positions * rope.dim);
@@ -26,7 +26,7 @@ pub fn rope_table<B: Kernels>(b: &B, positions: usize, rope: Rope) -> Result<Ten
 }
 
 impl Rope {
-    /// Frequency of each pair in radians per position: θ^(−2i/dim), changed by the model's scaling.
+    /// The frequency of each pair of elements of a head, in radians per position: θ^(−2i/dim), modified by the model's RoPE scaling.
     #[must_use]
     pub fn frequencies(&self) -> Vec<f64> {
         if self.theta == 0.0 {
@@ -62,8 +62,8 @@ impl Rope {
         move |i| 1.0 - ((i as f64 - first) / width).clamp(0.0, 1.0)
     }
 
-    /// The factor of cosines and sines, which is 1 except under YaRN. Under YaRN, the factor is g(mscale) / g(mscale_all_dim) if both
-    /// are given, else g(1), with g(m) = 0.1 · m · ln(factor) + 1.
+    /// The factor by which RoPE multiplies cosines and sines; the factor is 1 except under YaRN. Under YaRN, the amplitude is g(mscale) /
+    /// g(mscale_all_dim) if both values are given, and g(1) otherwise, where g(m) = 0.1 · m · ln(factor) + 1.
     #[must_use]
     pub fn amplitude(&self) -> f64 {
         let RopeScaling { kind, factor, mscale, mscale_all_dim, .. } = self.scaling;
@@ -74,7 +74,8 @@ impl Rope {
         }
     }
 
-    /// The factor of latent attention's scores: 1/√`head_dim`, multiplied under YaRN by (0.1 · mscale_all_dim · ln(factor) + 1)².
+    /// The factor by which latent attention multiplies its scores: 1/√`head_dim`, and under YaRN also (0.1 · mscale_all_dim · ln(factor) +
+    /// 1)².
     #[must_use]
     pub fn latent_scale(&self, head_dim: usize) -> f32 {
         let RopeScaling { kind, factor, mscale_all_dim, .. } = self.scaling;

@@ -50,23 +50,23 @@ use nibble_core::{
 pub use crate::config::Combine;
 pub use traffic::{ExchangeBytes, SlotCounts};
 
-/// The destinations of every (token, slot) of one layer.
+/// For every (token, slot) of one layer, the destination of the token's row.
 #[derive(Debug)]
 pub struct ExchangePlan<B: Kernels> {
-    /// The order of the rows on this rank, sorted by (expert, part). Weight gradients contract the rows of these groups, and each group may
-    /// have its own scale.
+    /// The order of the rows on this rank, sorted by (expert, part). The GEMMs of weight gradients contract over the rows of each group,
+    /// and each group may have its own scale.
     pub map: PermuteMap<B>,
-    /// The groups of the same rows by expert, with an expert's parts one after the other. These groups determine the weight that multiplies
-    /// a row.
+    /// The groups of the same rows by expert; the parts of an expert follow one another. The group of a row determines which expert's
+    /// weight multiplies the row.
     pub experts: Groups<B>,
-    /// Gate weight of each expert-sorted row; 0 for padding rows. `[r]`
+    /// The gate weight of each row, in the order of the expert-sorted rows; 0 for padding rows. `[r]`
     pub gate_r: B::Buf<f32>,
     /// With a tree, the slots whose experts are on this rank, for the rank's own tokens or for received tokens.
     experts_tree: Option<TreeSlots<B>>,
-    /// On several ranks, one value: 0 without an overflow; otherwise the number of slots of the fullest rank, as a multiple of that rank's
-    /// share.
+    /// On several ranks, a single value: 0 without an overflow, otherwise the number of slots sent to the fullest rank, divided by a rank's
+    /// equal share.
     pub overflow: Option<B::Buf<f32>>,
-    /// On several ranks, the order and the numbers of the rows that are sent.
+    /// On several ranks, the order and the counts of the rows that are exchanged.
     pub wire: Option<Wire<B>>,
 }
 
@@ -89,16 +89,17 @@ impl<B: Kernels> TreeSlots<B> {
     }
 }
 
-/// The ranks to which this rank's tokens are sent.
+/// The token rows that this rank sends, and their destinations.
 #[derive(Debug)]
 pub struct Sending<B: Kernels> {
-    /// The token of each row that is sent, ordered by destination.
+    /// For each row that is sent, the index of its token; the rows are ordered by destination.
     pub token: B::Buf<i32>,
-    /// For each (token, slot), the index of the token's row among the rows that are sent; −1 if an earlier slot has the row.
+    /// For each (token, slot), the index of the token's row among the sent rows, or −1 if an earlier slot of the token already sends this
+    /// row.
     pub place: B::Buf<i32>,
 }
 
-/// Token rows that are ready for dispatch.
+/// Token rows in the form in which dispatch sends them.
 #[derive(Debug)]
 pub enum Outgoing<B: Kernels> {
     /// On one rank, one row per token.
@@ -107,22 +108,22 @@ pub enum Outgoing<B: Kernels> {
     Messages(B::Buf<u8>, RowKind),
 }
 
-/// The order and the numbers of the rows that are sent among several ranks.
+/// The order and the counts of the rows that are exchanged among several ranks.
 #[derive(Debug)]
 pub struct Wire<B: Kernels> {
     /// The tokens that this rank sends.
     pub sending: Sending<B>,
-    /// For each (token, slot), the position of its row among the rows that combine returns, one per slot; these rows arrive rank by rank.
+    /// For each (token, slot), the index of its row among the rows that combine returns. Combine returns one row per slot, rank by rank.
     pub slot_place: B::Buf<i32>,
     /// With a tree, the slots of this rank's tokens. A token's first slot for each destination rank has the row that returns from that
     /// rank.
     ranks_tree: Option<TreeSlots<B>>,
-    /// The numbers of rows, as the transport needs them.
+    /// The numbers of rows that are sent and received, in the form that the transport needs.
     pub rows: RowPlan,
 }
 
 impl<B: Kernels> ExchangePlan<B> {
-    /// The tokens that this rank sends, if there are several ranks.
+    /// The tokens that this rank sends; `None` on a single rank.
     pub fn sending(&self) -> Option<&Sending<B>> {
         self.wire.as_ref().map(|wire| &wire.sending)
     }
@@ -176,7 +177,7 @@ struct BegunPlan<B: Kernels> {
     records: B::Buf<u8>,
 }
 
-/// The all-to-all of one layer.
+/// The all-to-all of expert parallelism for one layer.
 #[derive(Debug)]
 pub struct Exchange<'a, 'c, B: Kernels> {
     cx: &'a Cx<'c, B>,
@@ -186,12 +187,12 @@ pub struct Exchange<'a, 'c, B: Kernels> {
 }
 
 impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
-    /// An all-to-all among the ranks that shard `experts` experts, evenly and in order.
+    /// Creates the all-to-all among the ranks, which hold `experts` experts in equal, consecutive parts.
     pub fn new(cx: &'a Cx<'c, B>, experts: usize, top_k: usize) -> Self {
         Self { cx, experts, top_k, is_backward: false }
     }
 
-    /// The same all-to-all in the backward pass.
+    /// The same all-to-all, for use in the backward pass.
     #[must_use]
     pub fn backward(self) -> Self {
         Self { is_backward: true, ..self }
@@ -214,16 +215,17 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// Computes the destination of every (token, slot).
     ///
     /// # Errors
-    /// An error for a tree over a number of ranks that is not a power of two; errors of the backend and of other ranks.
+    /// Returns an error for a tree over a number of ranks that is not a power of two, and passes on errors of the backend and of other
+    /// ranks.
     pub fn plan(&self, routing: &Routing<B>, align: usize) -> Result<ExchangePlan<B>> {
         Ok(self.plan_beside(routing, align, |_| Ok(()))?.0)
     }
 
-    /// Computes the destination of every (token, slot), and runs other work meanwhile. On several ranks, `beside` receives the tokens that
-    /// this rank sends, and runs during the transfer of the row counts.
+    /// Computes the destination of every (token, slot), and meanwhile runs the other work `beside`. On several ranks, `beside` receives the
+    /// tokens that this rank sends, and runs while the row counts are transferred.
     ///
     /// # Errors
-    /// Errors of [`Exchange::plan`], and of the other work.
+    /// Passes on errors of [`Exchange::plan`], and of the other work.
     pub fn plan_beside<T>(
         &self,
         routing: &Routing<B>,
@@ -370,10 +372,11 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     }
 
     /// Converts the rows of a plain tensor to the form in which they are sent. The kernel that quantizes rows for the all-to-all also packs
-    /// them into records. `sending` is [`ExchangePlan::sending`], or the value that [`Exchange::plan_beside`] passes to its other work.
+    /// them into records. `sending` is the result of [`ExchangePlan::sending`], or the value that [`Exchange::plan_beside`] passes to
+    /// `beside`.
     ///
     /// # Errors
-    /// Errors of the backend.
+    /// Passes on errors of the backend.
     pub fn outgoing(
         &self,
         sending: Option<&Sending<B>>,
@@ -401,15 +404,15 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// Sends each token's row to the ranks of its experts, and sorts the received rows by expert: `[t, d] → [r, d]`.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Passes on errors of the backend and of other ranks.
     pub fn dispatch(&self, plan: &ExchangePlan<B>, rows_td: &Operand<B>) -> Result<Operand<B>> {
         self.deliver(plan, self.packed(plan.sending(), rows_td.clone())?)
     }
 
-    /// [`Exchange::dispatch`] of rows that [`Exchange::outgoing`] has converted.
+    /// Like [`Exchange::dispatch`], but for rows that [`Exchange::outgoing`] has already converted.
     ///
     /// # Errors
-    /// Errors of [`Exchange::dispatch`]; [`Error::Defect`] for records of another plan.
+    /// Passes on errors of [`Exchange::dispatch`], and returns [`Error::Defect`] for records of another plan.
     pub fn deliver(&self, plan: &ExchangePlan<B>, rows: Outgoing<B>) -> Result<Operand<B>> {
         let (b, map) = (self.cx.b, &plan.map);
         match (&plan.wire, rows) {
@@ -436,11 +439,11 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok(Transfer::new(move |b| in_part(part, || transfer.wait(b))))
     }
 
-    /// Sends the rows of each token back to the token's rank and sums them, as [`Exchange::begin_combine`] and [`Exchange::finish_combine`]
-    /// in one call.
+    /// Sends output rows back to the ranks of their tokens and sums the rows of each token: [`Exchange::begin_combine`] and
+    /// [`Exchange::finish_combine`] in one call.
     ///
     /// # Errors
-    /// Errors of [`Exchange::begin_combine`] and of [`Exchange::finish_combine`].
+    /// Passes on errors of [`Exchange::begin_combine`] and of [`Exchange::finish_combine`].
     pub fn combine(
         &self,
         plan: &ExchangePlan<B>,
@@ -450,11 +453,11 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         self.finish_combine(plan, self.begin_combine(plan, rows_rd.clone())?, plus_td)
     }
 
-    /// Starts to send the rows `[r, d]` back to the ranks of their tokens, where they will be summed. Other work may run during the
+    /// Starts to send the rows `[r, d]` back to the ranks of their tokens; those ranks will sum the rows. Other work may run during the
     /// transfer. On one rank no rows are sent.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for block-scaled rows with a tree; errors of the backend and of other ranks.
+    /// Returns [`Error::Unsupported`] for block-scaled rows with a tree, and passes on errors of the backend and of other ranks.
     pub fn begin_combine(
         &self,
         plan: &ExchangePlan<B>,
@@ -487,11 +490,12 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         }))
     }
 
-    /// Waits for the rows of each token, sums them in the order of [`Combine`], and adds `plus_td`: `[t, d]`. Block-scaled rows are first
-    /// dequantized to the type of the activations, also on one rank, so that the sums are the same on every mesh.
+    /// Waits for the rows of each token, sums these rows in the order that [`Combine`] defines, and adds `plus_td`; the result is `[t, d]`.
+    /// Block-scaled rows are first dequantized to the type of the activations, also on one rank, so that the sums are the same on every
+    /// mesh.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Passes on errors of the backend and of other ranks.
     pub fn finish_combine(
         &self,
         plan: &ExchangePlan<B>,
@@ -515,10 +519,10 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         }
     }
 
-    /// Starts to send one number per row back to the row's (token, slot): `[r] → [t·k]`. On one rank no numbers are sent.
+    /// Starts to send one number per expert-sorted row back to the row's (token, slot): `[r] → [t·k]`. On one rank no numbers are sent.
     ///
     /// # Errors
-    /// Errors of the backend and of other ranks.
+    /// Passes on errors of the backend and of other ranks.
     pub fn begin_return_scalars(
         &self,
         plan: &ExchangePlan<B>,

@@ -4,19 +4,19 @@ use super::Combine;
 use nibble_core::RowKind;
 use nibble_core::ops::record_words;
 
-/// The number of tokens that are sent, and the number of their slots.
+/// How many tokens an exchange sends, and how many slots these tokens have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SlotCounts {
-    /// Number of tokens; a token counts once per rank that has one of its experts.
+    /// Number of sent tokens; a token is counted once for each rank that holds at least one of its experts.
     pub tokens: usize,
     /// Number of slots of these tokens.
     pub slots: usize,
-    /// Number of slots per token.
+    /// Number of slots (chosen experts) per token.
     pub top_k: usize,
 }
 
 impl SlotCounts {
-    /// The counts for the expert of each (token, slot), `[t·k]`, if each rank has `experts_each` consecutive experts.
+    /// Counts tokens and slots from the expert of each (token, slot), `[t·k]`, if each rank holds `experts_each` consecutive experts.
     ///
     /// # Panics
     /// Panics if `top_k` or `experts_each` is 0.
@@ -24,7 +24,7 @@ impl SlotCounts {
         Self::to(expert, top_k, experts_each, |_| true)
     }
 
-    /// The counts for the tokens of rank `home`, without the tokens that this rank sends to itself.
+    /// The counts for the tokens of rank `home`, without the tokens that `home` sends to itself.
     ///
     /// # Panics
     /// Panics like [`Self::of`].
@@ -47,8 +47,8 @@ impl SlotCounts {
     }
 }
 
-/// Bytes that all ranks of an exchange together pass to the transport for one layer, by leg. The bytes include those that a rank sends to
-/// itself: one N-th on N ranks with uniform routing.
+/// Bytes that all ranks together pass to the transport for one layer, separately for each leg (transfer) of the exchange. These bytes
+/// include the rows that a rank sends to itself, which are 1/N of all rows on N ranks with uniform routing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ExchangeBytes {
     /// Bytes of the records (a token's number, experts and gate weights), which are sent before the rows.
@@ -66,10 +66,12 @@ pub struct ExchangeBytes {
 }
 
 impl ExchangeBytes {
-    /// The bytes for rows that are sent to experts in the formats `dispatch` (forward, backward), and back in the formats `combine`.
+    /// Computes the bytes of an exchange that sends rows to experts in the formats `dispatch` (forward, backward), and back in the formats
+    /// `combine`.
     ///
-    /// A token's record and row are sent once to each rank that has one of its experts. Combine returns one row per slot, or, with a tree,
-    /// one plain row without padding per token and rank. One gradient of a gate weight is returned per slot.
+    /// A token's record and row are sent once to each rank that has one of its experts. Combine returns one row per slot; if rows are
+    /// summed in a tree, combine returns one plain, unpadded row per token and rank. The backward pass returns one gradient of a gate
+    /// weight per slot.
     pub fn of(counts: SlotCounts, way: Combine, dispatch: [RowKind; 2], combine: [RowKind; 2]) -> Self {
         let SlotCounts { tokens, slots, top_k } = counts;
         let [back, back_backward] = combine.map(|row| match way {
@@ -86,7 +88,7 @@ impl ExchangeBytes {
         }
     }
 
-    /// The bytes of each leg with its name, in the order of a step.
+    /// The bytes of each leg (transfer) with the leg's name, in the order of a step.
     pub fn legs(&self) -> [(&'static str, usize); 6] {
         [
             ("records", self.records),

@@ -21,8 +21,8 @@ impl ChatTemplate {
     /// Such an answer gets a separate text: the conversation up to and including the answer.
     ///
     /// # Errors
-    /// The errors of [`ChatTemplate::text`]; [`Error::Config`] with the key `messages`, naming a message whose rendering does not begin
-    /// with its prompt.
+    /// Returns the errors of [`ChatTemplate::text`], and [`Error::Config`] with the key `messages`, naming a message whose rendering does
+    /// not begin with its prompt.
     pub fn render(&self, of: &Conversation) -> Result<Vec<Rendered>> {
         let text = self.text(of, false)?;
         match self.has_generation {

@@ -63,12 +63,12 @@ pub(super) fn exceeded(why: &str) -> Error {
 }
 
 impl Bounds {
-    /// Resets the reserve at the beginning of a file.
+    /// Resets the reserve of work at the beginning of a file.
     pub fn begin_file(&self) {
         self.reserve.store(RESERVE, Relaxed);
     }
 
-    /// Whether the reserve is used up.
+    /// Whether the reserve of work is used up.
     pub fn is_spent(&self) -> bool {
         self.reserve.load(Relaxed) == 0
     }
@@ -82,7 +82,7 @@ impl Bounds {
         }
     }
 
-    /// Takes the steps of a conversation that exceed its budget from the reserve.
+    /// Takes from the reserve the steps by which a conversation exceeds its own budget.
     pub fn settle(&self, warrant: Warrant, instructions: u64) {
         let taken = self.steps.load(Relaxed) + self.instructions.load(Relaxed).max(instructions);
         let beyond = taken.saturating_sub(warrant.steps());
@@ -108,7 +108,7 @@ impl Bounds {
         if steps < left { Ok(()) } else { Err(exceeded("takes more steps than its conversations warrant")) }
     }
 
-    /// Counts bytes of output before they are produced.
+    /// Counts bytes of output against the limit before the bytes are produced.
     pub fn make(&self, bytes: u64) -> Result<(), Error> {
         let most = self.most_made.load(Relaxed);
         let made = self.made.load(Relaxed).saturating_add(bytes);
@@ -120,7 +120,7 @@ impl Bounds {
         }
     }
 
-    /// Counts the bytes of a text before the text is produced.
+    /// Counts the bytes of a text against the limit before the text is produced.
     pub fn make_text(&self, bytes: u64) -> Result<(), Error> {
         let most = self.most_text.load(Relaxed);
         if bytes > most {
@@ -161,7 +161,7 @@ impl Bounds {
         self.computed(state, &value)
     }
 
-    /// Counts the result of an addition. The template engine itself limits the depth of non-empty lazy sums.
+    /// Counts the result of an addition against the limits. The template engine itself limits the depth of non-empty lazy sums.
     pub fn sum(&self, state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
         match value.len() {
             Some(items @ 1..) if value.kind() == ValueKind::Iterable => {

@@ -39,7 +39,7 @@ impl Conversation {
     /// Reads messages from a JSON text, which must be a list of objects. Keys keep their order, and keys whose value is null are left out.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key `messages` for invalid messages. The caller must add the file and the row.
+    /// Returns [`Error::Config`] with the key `messages` for invalid messages. The caller must add the file and the row.
     pub fn from_json(json: &str) -> Result<Self> {
         let read = serde_json::from_str(json).map_err(|e| format!("are no JSON: {e}"));
         read.and_then(|messages| Self::of(&messages, json.len()))
@@ -107,7 +107,7 @@ impl Conversation {
         (0..self.messages.len()).filter(|at| role_of(&self.messages[*at]).as_deref() == Some(ANSWERS))
     }
 
-    /// Whether the conversation has answers, and all of them are marked as no targets.
+    /// Whether the conversation has answers, but every answer is marked as not a target.
     #[must_use]
     pub fn learns_none(&self) -> bool {
         self.answers().next().is_some() && self.answers().all(|at| !self.learnt[at])

@@ -9,7 +9,7 @@ use minijinja::{Error, ErrorKind};
 /// A UTC time, formatted like C's `strftime` in English.
 ///
 /// # Errors
-/// An error for an unsupported directive.
+/// Returns an error for an unsupported directive.
 pub(super) fn strftime(time: SystemTime, format: &str) -> Result<String, Error> {
     let items: Vec<Item<'_>> = StrftimeItems::new(format).collect();
     if items.contains(&Item::Error) {

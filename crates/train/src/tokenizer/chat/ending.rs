@@ -17,11 +17,11 @@ const TRIED: [&str; 2] = [
 
 impl ChatTemplate {
     /// The target tokens that end answers: the first control token after the text of an answer, and the last control token after a tool
-    /// call. Empty if the template writes no such tokens. `None` if the template refuses a plain conversation, so that the tokens are
-    /// unknown.
+    /// call. The list is empty if the template writes no such tokens. The result is `None` if the template refuses a plain conversation,
+    /// because the tokens are then unknown.
     ///
     /// # Errors
-    /// The errors of the tokenizer.
+    /// Returns the errors of the tokenizer.
     pub fn ends_of_answers(&self, tokenizer: &dyn Tokenizer) -> Result<Option<Vec<i32>>> {
         let mut ends = Vec::new();
         for (number, tried) in TRIED.into_iter().enumerate() {

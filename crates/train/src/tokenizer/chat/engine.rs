@@ -44,10 +44,10 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    /// Starts a thread for these templates, each with its name.
+    /// Starts a thread that renders these templates, each of which has a name.
     ///
     /// # Errors
-    /// An error for invalid templates.
+    /// Returns an error for invalid templates.
     pub fn start(texts: Vec<(&'static str, String)>, time: Option<SystemTime>) -> Result<Self, Failure> {
         let bounds = Arc::new(Bounds::default());
         bounds.begin_file();
@@ -70,7 +70,7 @@ impl Engine {
     /// Renders the template with this index.
     ///
     /// # Errors
-    /// The errors of the engine.
+    /// Returns the errors of the engine.
     pub fn run(&self, program: usize, context: Value, warrant: Warrant) -> Result<String, Failure> {
         let (answer, answered) = channel();
         let job = Job { program, context, warrant, answer };

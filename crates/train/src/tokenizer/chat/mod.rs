@@ -54,7 +54,7 @@ impl ChatTemplate {
     /// Compiles a template from the file `path`. `tokens` contains the tokens that the template may name, such as `bos_token`.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] naming the file, if the template is invalid.
+    /// Returns [`Error::Tokenizer`] naming the file, if the template is invalid.
     pub fn new(path: &Path, text: &str, tokens: &BTreeMap<String, String>) -> Result<Self> {
         let (engine, has_generation) = Self::start(path, text, None)?;
         Ok(Self {
@@ -89,13 +89,14 @@ impl ChatTemplate {
     /// The same template at another time: `strftime_now` returns this time, in UTC, instead of the current time.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] if no thread can be started for the template.
+    /// Returns [`Error::Tokenizer`] if no thread can be started for the template.
     pub fn at(mut self, time: SystemTime) -> Result<Self> {
         self.engine = Self::start(&self.path, &self.source, Some(time))?.0;
         Ok(self)
     }
 
-    /// Starts a file of conversations. The file gets a new reserve of work, in addition to the conversations' own budgets.
+    /// Announces that a new file of conversations begins. The file gets a new reserve of work, in addition to the conversations' own
+    /// budgets.
     pub fn begin_file(&self) {
         self.engine.bounds.begin_file();
     }
@@ -110,7 +111,7 @@ impl ChatTemplate {
     /// Renders a conversation as text, optionally followed by the beginning of an answer.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] naming the template's file, with the template's error.
+    /// Returns [`Error::Tokenizer`] naming the template's file, with the template's error.
     pub fn text(&self, of: &Conversation, add_generation_prompt: bool) -> Result<String> {
         of.require_named_by(&self.source).map_err(|why| Error::config("messages", why))?;
         self.rendered(PLAIN, of, of.messages.len(), add_generation_prompt)

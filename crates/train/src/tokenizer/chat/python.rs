@@ -121,7 +121,7 @@ fn is_printable(c: char) -> bool {
 /// Applies Jinja2's filter `indent`, which keeps a final line break.
 ///
 /// # Errors
-/// An error for unsupported arguments; the errors of `make` for this number of bytes.
+/// Returns an error for unsupported arguments, and passes on the errors of `make` for this number of bytes.
 pub(super) fn indent(
     text: String,
     width: Option<usize>,
@@ -150,7 +150,7 @@ pub(super) fn indent(
 /// The result of `json.dumps(value, ensure_ascii=False, indent=indent)` in Python.
 ///
 /// # Errors
-/// An error for values that JSON cannot represent; the errors of `make` for this number of bytes.
+/// Returns an error for values that JSON cannot represent, and passes on the errors of `make` for this number of bytes.
 pub(super) fn json(
     value: &Value,
     indent: Option<usize>,

@@ -16,7 +16,7 @@ use std::ops::Range;
 /// histories are not sent, because every rank already has them. Every rank must call this function.
 ///
 /// # Errors
-/// Errors of the backend and of other ranks. The writer reports its own errors when it ends.
+/// Passes on errors of the backend and of other ranks. The writer reports its own errors when it ends.
 pub(in crate::trainer) fn bring<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
@@ -115,7 +115,7 @@ fn value_bytes<B: Kernels>(params: &[&mut Param<B>], runs: &[Run]) -> Result<usi
 /// [`place`]. Every rank must call this function with the same runs.
 ///
 /// # Errors
-/// Errors of the backend and of other ranks.
+/// Passes on errors of the backend and of other ranks.
 fn exchange<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
@@ -152,7 +152,7 @@ fn exchange<B: Kernels>(
 /// Puts the values received for this rank's runs into the runs' piece, as F32.
 ///
 /// # Errors
-/// Errors of the backend.
+/// Passes on errors of the backend.
 fn place<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,

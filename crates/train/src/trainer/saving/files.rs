@@ -67,9 +67,9 @@ pub(in crate::trainer) struct FileTensor {
 /// The tensors of a checkpoint.
 #[derive(Debug)]
 pub(in crate::trainer) struct Files {
-    /// Weights, moments, and amax histories.
+    /// The tensors of weights, of moments, and of amax histories.
     pub kinds: [Vec<FileTensor>; 3],
-    /// Largest size of a file's values in bytes; 0: one file per kind of tensor.
+    /// Largest number of bytes of values in one file; 0 means one file per kind of tensor.
     pub most_bytes: usize,
 }
 

@@ -66,21 +66,21 @@ impl<B: Backend> Default for Saving<B> {
 }
 
 impl<B: Backend> Saving<B> {
-    /// Waits until no thread reads weights and moments, so that they may change. Errors of the copy are not returned here; the writer
-    /// reports them.
+    /// Waits until no thread reads weights and moments any more, so that the optimizer may change weights and moments. The writer reports
+    /// errors of the copy; this function does not return these errors.
     pub fn wait_copied(&mut self) {
         if let Some(Err(panic)) = self.copier.take().map(JoinHandle::join) {
             std::panic::resume_unwind(panic);
         }
     }
 
-    /// With several ranks: whether this rank is still writing.
+    /// With several ranks: whether this rank is still writing the files of a checkpoint.
     pub fn is_writing(&self) -> bool {
         self.owner.as_ref().is_some_and(Owner::is_writing)
     }
 
-    /// Whether [`Saving::finish`] would return at once. `writes` is a flag of the last record; with several ranks, it says whether any rank
-    /// is still writing.
+    /// Whether [`Saving::finish`] would return at once. `writes` is a flag of the last record; with several ranks, the flag says whether
+    /// any rank is still writing.
     pub fn is_done(&self, writes: bool) -> bool {
         match self.owner {
             Some(_) => !writes,
@@ -124,7 +124,7 @@ impl<B: Kernels> Saving<B> {
         Ok(())
     }
 
-    /// Waits until the checkpoint in progress, if any, has its final place. Every rank must call this function.
+    /// Waits until the checkpoint in progress, if any, is complete at its final path. Every rank must call this function.
     pub fn finish(&mut self, context: &RankContext<'_, B>) -> Result<Option<PathBuf>> {
         let ended = self.ended.take();
         if self.owner.is_some() {

@@ -28,8 +28,8 @@ struct State<B: Backend> {
 }
 
 impl<B: Backend> Pool<B> {
-    /// A pool of pieces of `len` values (at least 1), for `values` values in total. The pool has at most `bytes` bytes, but at least
-    /// `FEWEST` pieces.
+    /// A pool of pieces of `len` values each (at least 1), for checkpoints of `values` values in total. The pool takes at most `bytes`
+    /// bytes, but always has at least `FEWEST` pieces.
     pub fn new(b: &B, len: usize, values: usize, bytes: usize) -> Self {
         let limit = (bytes / (size_of::<f32>() * len)).min(values.div_ceil(len)).max(FEWEST);
         let state = State { free: Vec::new(), made: 0, limit };
@@ -55,7 +55,7 @@ impl<B: Backend> Pool<B> {
     /// Allocates one more piece. Returns false if the number of pieces has reached the limit that `limit` returns.
     ///
     /// # Errors
-    /// The backend's error if the host has no memory.
+    /// Returns the backend's error if the host has no memory.
     pub fn make(&self) -> Result<bool> {
         {
             let mut state = self.state();
@@ -83,7 +83,7 @@ impl<B: Backend> Pool<B> {
     /// Returns a free piece: a new piece, or a piece that has been returned to the pool.
     ///
     /// # Errors
-    /// An error if the host has no memory for the required pieces.
+    /// Returns an error if the host has no memory for the required pieces.
     fn take(self: &Arc<Self>) -> Result<Piece<B>> {
         loop {
             let mut state = self.state();
@@ -128,7 +128,7 @@ impl<B: Backend> Piece<B> {
     /// Takes a piece from the pool.
     ///
     /// # Errors
-    /// An error if the host has no memory for the piece.
+    /// Returns an error if the host has no memory for the piece.
     pub fn of(pool: &Arc<Pool<B>>) -> Result<Self> {
         pool.take()
     }
@@ -168,7 +168,7 @@ impl<B: Backend> Pieces<B> {
         Self { pool, to }
     }
 
-    /// Sends the error of a fault that a test has injected.
+    /// If a test has injected a fault at this point, sends the fault's error to the writer.
     pub fn reach(&self, point: Point) -> std::result::Result<(), Stopped> {
         reach(point).map_err(|error| {
             // If the channel is closed, the writer has already failed with another error.

@@ -20,20 +20,20 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Writes a checkpoint and waits for its completion. On the rank that has the store, returns the checkpoint's directory.
     ///
     /// # Errors
-    /// The errors of [`Trainer::begin_save`] and [`Trainer::finish_save`].
+    /// Returns the errors of [`Trainer::begin_save`] and [`Trainer::finish_save`].
     pub fn save(&mut self, store: Option<&Store>) -> Result<Option<PathBuf>> {
         self.begin_save(store)?;
         self.finish_save()
     }
 
     /// Starts a checkpoint of the step whose record was read last. Training may continue at once. Every rank must call this function. The
-    /// first rank passes the store; without a store, nothing is written. Waits for a checkpoint that is still in progress;
-    /// [`Trainer::saved`] then does not return that checkpoint.
+    /// first rank passes the store; without a store, nothing is written. This function first waits for a checkpoint that is still in
+    /// progress; [`Trainer::saved`] then does not return that checkpoint.
     ///
     /// # Errors
-    /// An error if a step's record has not been read; the errors of the previous checkpoint; errors of the backend and of other ranks;
-    /// [`crate::Error::Checkpoint`] on a rank that does not see the store's folder. [`Trainer::saved`] and [`Trainer::finish_save`] return
-    /// later errors.
+    /// Returns an error if a step's record has not been read, and [`crate::Error::Checkpoint`] on a rank that does not see the store's
+    /// folder. Passes on the errors of the previous checkpoint, of the backend and of other ranks. [`Trainer::saved`] and
+    /// [`Trainer::finish_save`] return later errors.
     pub fn begin_save(&mut self, store: Option<&Store>) -> Result<()> {
         self.require_settled("save")?;
         self.finish_save()?;
@@ -106,8 +106,9 @@ impl<B: Kernels> Trainer<'_, B> {
     /// so every rank must call this function after the same step.
     ///
     /// # Errors
-    /// [`crate::Error::Io`] if the checkpoint could not be written; errors of the backend. With several ranks, the error on the rank that
-    /// could not write a file names the file and the rank, and the other ranks get [`nibble_core::Error::Comm`].
+    /// Returns [`crate::Error::Io`] if the checkpoint could not be written, and passes on errors of the backend. With several ranks, only
+    /// the rank that could not write a file gets an error that names the file and the rank; the other ranks get
+    /// [`nibble_core::Error::Comm`].
     pub fn saved(&mut self) -> Result<Option<PathBuf>> {
         if self.saving.is_done(self.any_told.writing) { self.finish_save() } else { Ok(None) }
     }
@@ -115,7 +116,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Like [`Trainer::saved`], but waits for the checkpoint in progress, if there is one.
     ///
     /// # Errors
-    /// The errors of [`Trainer::saved`].
+    /// Returns the errors of [`Trainer::saved`].
     pub fn finish_save(&mut self) -> Result<Option<PathBuf>> {
         self.saving.finish(&self.rank.context)
     }
@@ -123,7 +124,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Allocates host memory for later checkpoints in the background, so that the first checkpoint need not wait for the memory.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Device`] if no thread can be started.
+    /// Returns [`nibble_core::Error::Device`] if no thread can be started.
     pub(in crate::trainer) fn prepare_to_save(&mut self) -> Result<()> {
         if self.saving.filler.is_some() {
             return Ok(());

@@ -25,7 +25,8 @@ struct Inputs {
 /// function, and all ranks get the same answer.
 ///
 /// # Errors
-/// [`Error::Config`] naming the first rank that differs from rank 0, and the difference; errors of the backend and of other ranks.
+/// Returns [`Error::Config`] naming the first rank that differs from rank 0, and the difference, and passes on errors of the backend and of
+/// other ranks.
 pub(in crate::trainer) fn require_alike<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 /// The start of a run: checkpoint, configuration, recipe and data.
 #[derive(Debug)]
 pub(in crate::trainer) struct Origin {
-    /// The run's checkpoints, opened for writing. `Some` on the first rank, for a run that has begun before.
+    /// The run's checkpoints, opened for writing. The store exists only on the first rank, for a run that has begun before.
     pub store: Option<Store>,
     /// The checkpoint to resume from; `None` at the beginning of a run.
     pub checkpoint: Option<Checkpoint>,
@@ -25,16 +25,17 @@ pub(in crate::trainer) struct Origin {
     pub config: Config,
     /// The run's recipe. A resumed run keeps its recipe even if the recipe's file has changed.
     pub recipe: Recipe,
-    /// The data of a resumed run, which are the data on which the run was trained.
+    /// The data of a resumed run: the same data on which the run was trained before.
     pub data: Option<Dataset>,
 }
 
 impl Origin {
-    /// Finds the start of a run. The requested configuration is compared with the checkpoint's configuration before any other check.
+    /// Determines whether a run starts at its beginning or from a checkpoint. The requested configuration is compared with the checkpoint's
+    /// configuration before any other check.
     ///
     /// # Errors
-    /// An error for a recipe that cannot be read, a directory without a run, a run whose checkpoints are all damaged, or a configuration
-    /// that differs from the run's configuration.
+    /// Returns an error for a recipe that cannot be read, a directory without a run, a run whose checkpoints are all damaged, or a
+    /// configuration that differs from the run's configuration.
     pub fn find<B: Kernels>(
         b: &B,
         comm: &dyn Comm<B>,
@@ -73,10 +74,10 @@ impl Origin {
         Ok(Self { store, checkpoint: Some(checkpoint), config, recipe, data: Some(data) })
     }
 
-    /// Breaks with the summary of a finished run, which has completed every step and the final evaluation.
+    /// Breaks with the run's summary if the run is finished, that is, if every step and the final evaluation are complete.
     ///
     /// # Errors
-    /// An error if the run's metrics cannot be read; errors of other ranks.
+    /// Returns an error if the run's metrics cannot be read, and passes on errors of other ranks.
     pub fn finished<B: Kernels>(
         &self,
         b: &B,

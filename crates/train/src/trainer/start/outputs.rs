@@ -36,8 +36,9 @@ pub(in crate::trainer) struct Outputs {
 }
 
 impl Outputs {
-    /// Continues the files of the run with this store. Without a store, claims a directory for a new run, puts the directory's path into
-    /// the configuration, and creates the files. The plot of a resumed run starts with the run's earlier losses.
+    /// With a store, opens the existing files of the store's run, so that the run continues in these files. Without a store, claims a
+    /// directory for a new run, puts the directory's path into the configuration, and creates the files. The plot of a resumed run starts
+    /// with the run's earlier losses.
     pub fn open(
         (config, recipe): (&mut Config, &Recipe),
         store: Option<Store>,

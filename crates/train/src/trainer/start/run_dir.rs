@@ -38,9 +38,9 @@ pub const RECIPE_FILE: &str = "recipe.toml";
 pub const METRICS_FILE: &str = "metrics.jsonl";
 /// The file of layer metrics, with one line for each reported step.
 pub const LAYERS_FILE: &str = "layers.jsonl";
-/// The file with the times of each rank, if there are several ranks, and one line per step.
+/// The file with the times of each rank, one line per step; the file exists only with several ranks.
 pub const RANKS_FILE: &str = "ranks.jsonl";
-/// The folder with a log of each rank except the first.
+/// The folder with one log file for each rank except the first.
 pub const RANKS_DIR: &str = "ranks";
 /// The file with the plot of the losses.
 pub const PICTURE_FILE: &str = "loss.svg";
@@ -66,8 +66,8 @@ const FILES: [&str; 10] = [
     LOG_FILE,
 ];
 
-/// Whether a run has begun in a directory: the run's configuration exists there. A run that ended before this point has left only a lock
-/// file, which the next run takes over.
+/// Whether a run has begun in a directory, that is, whether the run's configuration exists there. A run that ended before it wrote its
+/// configuration has left only a lock file, which the next run takes over.
 #[must_use]
 pub fn has_begun(dir: &Path) -> bool {
     Store::is_in(dir) && dir.join(CONFIG_FILE).exists() || has_checkpoints(dir)
@@ -82,7 +82,8 @@ const STORED_KEYS: &str = "\
 /// comes from the newest complete checkpoint, and a note says so.
 ///
 /// # Errors
-/// [`Error::Config`] naming the file, if neither the file nor a checkpoint has the configuration; the errors of [`Config::from_text`].
+/// Returns [`Error::Config`] naming the file, if neither the file nor a checkpoint has the configuration, and passes on the errors of
+/// [`Config::from_text`].
 pub fn stored_config(dir: &Path, overrides: &[String]) -> Result<(Config, Option<String>)> {
     let file = dir.join(CONFIG_FILE);
     let why = match read_text(&file) {
@@ -116,8 +117,8 @@ fn first_missing(text: &str) -> Option<String> {
     STORED_KEYS.split(' ').find(|key| !has(key)).map(|key| format!("it has no `{key}`"))
 }
 
-/// Whether a run that has begun writes this file now or later. The file's name in the run's directory decides, or the file's place below
-/// the run's checkpoints. The path must not contain links.
+/// Whether a run that has begun writes this file now or later. The file is recognized by its name in the run's directory, or by its place
+/// below the run's checkpoints. The path must not contain symbolic links.
 #[must_use]
 pub fn is_of_a_run(path: &Path) -> bool {
     let Some(name) = path.file_name().map(|name| name.to_string_lossy()) else { return false };
@@ -135,7 +136,7 @@ pub fn is_of_a_run(path: &Path) -> bool {
 /// Checks that a new run would replace nothing in a directory that the user named.
 ///
 /// # Errors
-/// [`Error::Config`] for the key `run.dir`, naming the existing file.
+/// Returns [`Error::Config`] for the key `run.dir`, naming the existing file.
 pub fn require_free(dir: &Path) -> Result<()> {
     let Some(taken) = taken(dir) else { return Ok(()) };
     let why = match has_begun(dir) {
@@ -153,11 +154,13 @@ pub fn require_free(dir: &Path) -> Result<()> {
     Err(Error::config("run.dir", why))
 }
 
-/// The directory of the run that a configuration resumes: `run.dir`, if the user has named the directory. Otherwise the runs that have
-/// begun in this directory and in its numbered siblings are considered: the only run, or the latest run with this configuration.
+/// Finds the directory of the run that a configuration resumes: `run.dir`, if the user has named the directory. Otherwise the runs that
+/// have begun in this directory and in its numbered siblings are considered; the result is the only run, or the latest run with this
+/// configuration.
 ///
 /// # Errors
-/// An error if the directories cannot be listed; [`Error::Config`] naming the runs if there are several, and none has this configuration.
+/// Returns an error if the directories cannot be listed, and [`Error::Config`] naming the runs if there are several, and none has this
+/// configuration.
 pub fn latest(config: &Config, named_by_user: bool) -> Result<PathBuf> {
     let dir = PathBuf::from(&config.run.dir);
     if named_by_user {
@@ -214,7 +217,7 @@ fn begun(dir: &Path) -> Result<Vec<PathBuf>> {
 /// the same directory, only one of them gets it.
 ///
 /// # Errors
-/// The errors of [`require_free`]; [`Error::Io`].
+/// Returns the errors of [`require_free`], and [`Error::Io`] if a call of the operating system fails.
 pub(in crate::trainer) fn claim(dir: &Path, named_by_user: bool) -> Result<(PathBuf, Store)> {
     if named_by_user {
         require_free(dir)?;

@@ -480,8 +480,8 @@ fn wide<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// The conformance test of [`Quantize`]. The test covers all formats, rules, layouts, kinds of values, roundings and scaling options, and
-/// also ragged rows, parts of matrices, and transforms.
+/// The conformance test of [`Quantize`]. The test covers all formats, rules, layouts, kinds of values, roundings and scaling options. The
+/// test also covers ragged rows, parts of matrices, and transforms.
 pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     taken::for_products(pair);
     of_earlier_steps(pair);
