@@ -32,8 +32,8 @@ impl Limits {
     }
 
     /// Time from when a launcher learns of a failure until the launcher kills the remaining ranks. This time is the deadline minus three
-    /// parts: the silence that counts as a failure, a heartbeat until the launcher learns of the failure, and a margin for the processes to
-    /// end.
+    /// durations: the silence after which a rank counts as failed, one heartbeat interval, within which the launcher learns of the failure,
+    /// and a margin in which the processes end.
     pub fn ending(&self) -> Duration {
         self.deadline * 5 / 16
     }

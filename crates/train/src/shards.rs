@@ -57,7 +57,8 @@ pub struct ExpertParts {
 }
 
 impl ExpertParts {
-    /// Describes micro-batches that have `tokens` tokens and `parts` parts over all ranks. `dp` replicas share the parts equally.
+    /// Describes micro-batches of `tokens` tokens (the sum over all ranks), which are divided into `parts` equal parts. Each of `dp` replicas
+    /// has the same number of parts.
     pub fn of(tokens: usize, parts: usize, dp: usize) -> Self {
         Self { local: parts / dp.max(1), tokens: tokens / parts.max(1) }
     }

@@ -1,7 +1,7 @@
 // The interface of a format for quantize_units and dequantize_units: a struct with these members.
 //   Element: the element type of the format (small_elements.cuh).
 //   kBlock: the number of values per scale record: 16, 32, 64 or 128.
-//   kPart: the number of values per part of a block. The largest magnitude of each part is measured, and each part has its own factor.
+//   kPart: the number of successive values of a block whose largest magnitude is measured and that share a factor: a part of the block.
 //     Parts smaller than their block have fewer than 16 values (in blocks of 64) or 16 values (in blocks of 128).
 //   kScaleBytes: the number of bytes of a scale record, 0, 1, 4 or 8. Records of 4 bytes exist only in blocks of 64 or 128. 4-byte records are F32
 //     unless blocks have parts. The record of padding has the least scale.
