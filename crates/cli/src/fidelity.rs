@@ -7,6 +7,7 @@ use nibble_command::error::{Error, Result};
 use nibble_command::output::{Force, Mark, Outputs};
 use nibble_command::say;
 use nibble_core::Recipe;
+use nibble_core::recipe::Product;
 use nibble_study::fidelity::{Decomposition, Gradient, Redraws};
 use nibble_study::statistics::Paired;
 use nibble_train::config::Config;
@@ -48,12 +49,12 @@ pub struct Args {
     /// Number of batches of 16 sequences for the held-out loss; 0 = all held-out data.
     #[arg(long, value_name = "N", default_value_t = 16)]
     held_out: usize,
-    /// GEMM to measure alone, besides the whole recipe: its operands are those of the recipe, and all other tensors those of the reference. This
-    /// option may be repeated.
-    #[arg(long, value_name = "GEMM")]
-    alone: Vec<Gemm>,
-    /// Also measures the error of every quantization (QSNR, underflow, saturation, range of the blocks' largest magnitudes), and prints it
-    /// summed over layers.
+    /// GEMM to measure alone, besides the whole recipe: fprop, dgrad or wgrad. Operands of this GEMM have the recipe's formats, and all other
+    /// tensors the reference's. This option may be repeated.
+    #[arg(long, value_name = "GEMM", value_parser = gemm)]
+    alone: Vec<Product>,
+    /// Also measures the error of every quantization on the first rank (QSNR, underflow, saturation, range of the blocks' largest
+    /// magnitudes), and prints the errors summed over layers.
     #[arg(long)]
     sites: bool,
     /// Writes all numbers, tensor by tensor, to this JSON file.
@@ -65,34 +66,26 @@ pub struct Args {
     device: DeviceArg,
 }
 
-/// A matrix product of a linear layer.
-#[derive(Debug, Clone, Copy, clap::ValueEnum)]
-enum Gemm {
-    /// The forward GEMM.
-    Fprop,
-    /// The GEMM for the gradient of the input.
-    Dgrad,
-    /// The GEMM for the gradient of the weight, and the tensors saved for it.
-    Wgrad,
+/// The recipe in one GEMM, and the reference in everything else. The tensors that are saved for wgrad belong to wgrad. The name of the result
+/// says so.
+///
+/// # Errors
+/// Returns an error if no kernel can execute the mixture, or if a key of the recipe has no effect in it.
+fn alone(gemm: Product, recipe: &Recipe, reference: &Recipe) -> Result<Recipe> {
+    let mut others: Vec<&str> =
+        Product::ALL.into_iter().filter(|other| *other != gemm).map(Product::name).collect();
+    others.extend(["dispatch", "combine"]);
+    others.extend((gemm != Product::Wgrad).then_some("saved"));
+    let text =
+        format!("extends = \"recipe\"\n[[override]]\nproducts = {others:?}\nset.recipe = \"reference\"");
+    let named = |which: &str| Ok(if which == "recipe" { recipe } else { reference }.clone());
+    Ok(Recipe::parse_with(&format!("{}, {} alone", recipe.name, gemm.name()), &text, &named)?)
 }
 
-impl Gemm {
-    /// The recipe in this GEMM, and the reference in everything else. The name says so.
-    ///
-    /// # Errors
-    /// Returns an error if no kernel can execute the mixture, or if a key of the recipe has no effect in it.
-    fn alone(self, recipe: &Recipe, reference: &Recipe) -> Result<Recipe> {
-        let (name, others) = match self {
-            Self::Fprop => ("fprop", r#""dgrad", "wgrad", "saved""#),
-            Self::Dgrad => ("dgrad", r#""fprop", "wgrad", "saved""#),
-            Self::Wgrad => ("wgrad", r#""fprop", "dgrad""#),
-        };
-        let text = format!(
-            "extends = \"recipe\"\n[[override]]\nproducts = [{others}, \"dispatch\", \"combine\"]\nset.recipe = \"reference\""
-        );
-        let named = |which: &str| Ok(if which == "recipe" { recipe } else { reference }.clone());
-        Ok(Recipe::parse_with(&format!("{}, {name} alone", recipe.name), &text, &named)?)
-    }
+/// The GEMM of this name.
+fn gemm(name: &str) -> std::result::Result<Product, String> {
+    let named = Product::ALL.into_iter().find(|gemm| gemm.name() == name);
+    named.ok_or_else(|| format!("expected one of {}", Product::ALL.map(Product::name).join(", ")))
 }
 
 const FIGURES: Mark = Mark::Figures("nibble fidelity");
@@ -125,8 +118,8 @@ pub fn run(args: Args) -> Result<()> {
         let whole = recipe(name)?;
         recipes.push(whole.clone());
         for gemm in &args.alone {
-            match gemm.alone(&whole, &reference) {
-                Ok(alone) => recipes.push(alone),
+            match alone(*gemm, &whole, &reference) {
+                Ok(mixed) => recipes.push(mixed),
                 Err(error) => say!("not measured: {error}"),
             }
         }
@@ -298,13 +291,15 @@ fn print_sites(errors: &[SiteError]) {
     for (site, sum) in sums {
         let fraction = |count: u64| format!("{:.5}", count as f64 / sum.values.max(1) as f64);
         let [low, high] = sum.block_amax.map(|amax| amax.log2().round() + 0.0);
-        let range = if sum.values == 0 { "all zero".to_owned() } else { format!("2^{low} to 2^{high}") };
+        let (qsnr, range) = match sum.values {
+            0 => ("–".to_owned(), "all zero".to_owned()),
+            _ => (format!("{:.2}", sum.qsnr_db()), format!("2^{low} to 2^{high}")),
+        };
         let transform = if sum.transform == 0 { "–".to_owned() } else { sum.transform.to_string() };
         say!(
-            "  {site:34} {:8} {:8} {transform:>9} {:>8.2} {:>10} {:>10}  {range}",
+            "  {site:34} {:8} {:8} {transform:>9} {qsnr:>8} {:>10} {:>10}  {range}",
             sum.blocks,
             sum.format,
-            sum.qsnr_db(),
             fraction(sum.underflowed),
             fraction(sum.saturated)
         );

@@ -1,4 +1,4 @@
-//! Steps whose loss or gradient is out of order: when a loss counts as a spike, and the file in which a run records its spikes for
+//! Steps whose loss or gradient is abnormal: when a loss counts as a spike, and the file in which a run records its spikes for
 //! `nibble replay`.
 //!
 //! A run's bits are a function of its configuration and seed, so the state before any step can be computed again from an earlier checkpoint.

@@ -1,4 +1,4 @@
-//! `nibble replay`: repeats a step of a run, and says whether data, weights or formats made its loss or gradient get out of order.
+//! `nibble replay`: repeats a step of a run, and says whether data, weights or formats made its loss or gradient abnormal.
 
 mod origin;
 mod record;
@@ -263,10 +263,10 @@ impl Replaying<'_> {
         let earlier = self.earlier()?;
         match weights.stood_out {
             Some(_) => say!(
-                "  at the {} the batch is in order: the weights have become unstable since, and fail on this batch",
+                "  at the {} the batch is normal: the weights have become unstable since, and fail on this batch",
                 earlier.describe()
             ),
-            None => say!("  most of the other batches are out of order as well"),
+            None => say!("  most of the other batches are abnormal as well"),
         }
         let found = suspects(now, &earlier.weights(on)?);
         for Suspect { name, index, now, earlier: before, bit, non_finite, .. } in found.iter().take(NAMED) {
@@ -373,7 +373,7 @@ fn table(tries: &Tries, verdict: &Verdict, recipe: &str) {
         say!("{name:26} {:>12.4} {:>14.4} {told:>26}", own.loss, own.grad_norm);
         own.non_finite.iter().for_each(|site| say!("  not finite first: {site}"));
     }
-    say!("usual loss {:.4}, out of order above {:.4}", verdict.base, verdict.limit);
+    say!("usual loss {:.4}, abnormal above {:.4}", verdict.base, verdict.limit);
 }
 
 fn told_of_site(culprit: &Culprit) -> String {

@@ -1,4 +1,4 @@
-//! Judges a repeated step: whether data, weights or formats made its loss or gradient get out of order.
+//! Judges a repeated step: whether data, weights or formats made its loss or gradient abnormal.
 
 use nibble_train::metrics::{Loss, Lost, SiteMetrics};
 use nibble_train::spikes::Usual;
@@ -9,13 +9,13 @@ use serde::Serialize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Blame {
-    /// The step is in order.
+    /// The step is normal.
     None,
-    /// BF16 gets out of order too, on this batch alone.
+    /// The step is abnormal in BF16 too, on this batch alone.
     Data,
-    /// BF16 gets out of order too, on other batches as well.
+    /// The step is abnormal in BF16 too, on other batches as well.
     Weights,
-    /// Only the recipe gets out of order.
+    /// The step is abnormal only under the recipe.
     Format,
 }
 
@@ -23,15 +23,15 @@ impl Blame {
     /// The name of the cause, and a sentence that explains the cause.
     pub fn explained(self) -> &'static str {
         match self {
-            Self::None => "nothing: the repeated step is in order",
+            Self::None => "nothing: the repeated step is normal",
             Self::Data => {
-                "data: with the same weights BF16 gets out of order on this batch too, and not on others"
+                "data: with the same weights, BF16 is abnormal on this batch too, and normal on others"
             }
             Self::Weights => {
-                "weights: BF16 gets out of order too, and not because of the batch: the state before the step is bad, or a setting of the model"
+                "weights: BF16 is abnormal too, and not because of the batch: the state before the step is bad, or a setting of the model"
             }
             Self::Format => {
-                "format: BF16, with the same weights and the same batch, is in order; only the recipe is not"
+                "format: with the same weights and the same batch, BF16 is normal and the recipe is abnormal"
             }
         }
     }
@@ -68,10 +68,10 @@ pub struct Verdict {
     pub norm_limit: f64,
 }
 
-/// From so many earlier steps on, what is usual is taken from them, otherwise from BF16 on other batches.
+/// Number of earlier steps from which the usual values are those of the run. With fewer steps, they are those of BF16 on other batches.
 const ENOUGH: u64 = 10;
 
-/// A gradient of so many times the usual norm is out of order.
+/// A gradient norm is abnormal above this multiple of the usual norm.
 const NORMS: f64 = 10.0;
 
 impl Verdict {
@@ -80,18 +80,12 @@ impl Verdict {
     /// than half as much as the recipe's loss does. A spike that the recipe only makes a little larger is therefore not blamed on the
     /// recipe.
     pub fn of(tries: &Tries, before: Before) -> Self {
-        let finite = |all: fn(&Tried) -> f64| {
-            let mut usual = Usual::default();
-            let values: Vec<f64> = tries.bf16_others.iter().map(all).filter(|x| x.is_finite()).collect();
-            let mean = values.iter().sum::<f64>() / values.len().max(1) as f64;
-            usual.mean = if values.is_empty() { f64::INFINITY } else { mean };
-            usual.distance =
-                values.iter().map(|x| (x - mean).abs()).sum::<f64>() / values.len().max(1) as f64;
-            usual
+        let known = |usual: Usual, of: fn(&Tried) -> f64| match usual.samples >= ENOUGH {
+            true => usual,
+            false => usual_of(tries.bf16_others.iter().map(of)),
         };
-        let known = |usual: Usual, other| if usual.samples >= ENOUGH { usual } else { other };
-        let loss = known(before.loss, finite(|tried| tried.loss));
-        let norm = known(before.norm, finite(|tried| tried.grad_norm));
+        let loss = known(before.loss, |tried| tried.loss);
+        let norm = known(before.norm, |tried| tried.grad_norm);
         let mut verdict =
             Self { blame: Blame::None, base: loss.mean, limit: loss.limit(), norm_limit: NORMS * norm.mean };
         let (recipe, others) = (&tries.recipe, &tries.bf16_others);
@@ -111,7 +105,7 @@ impl Verdict {
         tried.non_finite.is_some() || tried.loss > self.limit || tried.grad_norm > self.norm_limit
     }
 
-    /// Whether `other` is out of order as `recipe` is, which is out of order.
+    /// Whether `other` is abnormal in the same way as `recipe`, which is abnormal.
     fn shares(&self, other: &Tried, recipe: &Tried) -> bool {
         let excess = |tried: &Tried| tried.loss - self.base;
         match () {
@@ -127,11 +121,19 @@ impl Verdict {
 /// by 0.2 nats and by 4 mean distances. A batch with tokens that no model can predict also stands out under earlier weights; other batches
 /// do not.
 pub fn stands_out(own: &Tried, others: &[Tried]) -> bool {
-    let losses: Vec<f64> = others.iter().map(|other| other.loss).filter(|loss| loss.is_finite()).collect();
-    let count = losses.len().max(1) as f64;
-    let mean = losses.iter().sum::<f64>() / count;
-    let distance = losses.iter().map(|loss| (loss - mean).abs()).sum::<f64>() / count;
+    let Usual { mean, distance, .. } = usual_of(others.iter().map(|other| other.loss));
+    // Without a finite loss of another batch, any loss stands out.
+    let mean = if mean.is_finite() { mean } else { 0.0 };
     own.non_finite.is_some() || own.loss - mean > (4.0 * distance).max(0.2)
+}
+
+/// The mean of the finite values, and their mean distance from it. Without a finite value the mean is infinite.
+fn usual_of(values: impl Iterator<Item = f64>) -> Usual {
+    let values: Vec<f64> = values.filter(|value| value.is_finite()).collect();
+    let count = values.len().max(1) as f64;
+    let mean = values.iter().sum::<f64>() / count;
+    let distance = values.iter().map(|value| (value - mean).abs()).sum::<f64>() / count;
+    Usual { samples: 0, mean: if values.is_empty() { f64::INFINITY } else { mean }, distance }
 }
 
 /// A site (a tensor that is quantized) whose quantization may have caused the spike.
@@ -172,7 +174,7 @@ pub fn culprits(tries: &Tries) -> Vec<Culprit> {
     }
     let of_others = |layer: &str, tensor: &str, kind: Loss| {
         let all = tries.recipe_others.iter().flat_map(|other| &other.layers.sites);
-        let same = all.filter(|site| pattern(&site.layer) == layer && site.tensor == tensor);
+        let same = all.filter(|site| site.layer_pattern() == layer && site.tensor == tensor);
         same.filter_map(|site| share(site, kind)).reduce(f64::max)
     };
     let mut lost: Vec<Culprit> = Lost::of_step(&tries.recipe.layers)
@@ -195,7 +197,7 @@ pub fn culprits(tries: &Tries) -> Vec<Culprit> {
                     layers: Vec::new(),
                     what: word(kind),
                     share: share(site, kind).filter(|share| *share > 0.0)?,
-                    share_of_others: of_others(&pattern(&site.layer), &site.tensor, kind),
+                    share_of_others: of_others(&site.layer_pattern(), &site.tensor, kind),
                 })
             })
         };
@@ -215,17 +217,11 @@ fn word(kind: Loss) -> &'static str {
     }
 }
 
-/// The fraction of a site's values that are lost so.
+/// The fraction of a site's values that are lost in this way.
 fn share(site: &SiteMetrics, kind: Loss) -> Option<f64> {
     let [values, _, underflowed, saturated] = site.measured.filter(|counts| counts[0] > 0)?;
     let lost = if kind == Loss::Saturation { saturated } else { underflowed };
     Some(lost as f64 / values as f64)
-}
-
-/// The name of a layer with `*` for the number of its decoder layer.
-fn pattern(layer: &str) -> String {
-    let part = |part: &str| if part.parse::<usize>().is_ok() { "*".to_owned() } else { part.to_owned() };
-    layer.split('.').map(part).collect::<Vec<_>>().join(".")
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ pub struct Suspect {
     pub changes: f64,
 }
 
-/// A change of so many root mean squares of the other changes stands out. Adam's steps are all of about the same size.
+/// A change stands out if it exceeds this multiple of the root mean square of the other changes. Adam's steps are all of about the same size.
 const STANDS_OUT: f64 = 100.0;
 
 /// The name and the values of a parameter.

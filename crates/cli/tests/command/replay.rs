@@ -237,7 +237,7 @@ fn a_record_that_does_not_come_again_is_told() {
     assert_eq!((&found["reproduced"], &found["first_deviation"]), (&true.into(), &55.into()), "{told}");
 }
 
-/// A step that is not finite ends the run; what it leaves is enough to repeat the step. Here the step is in order when it is repeated.
+/// A step that is not finite ends the run; what it leaves is enough to repeat the step. Here the step is normal when it is repeated.
 #[cfg(debug_assertions)]
 #[test]
 fn a_nan_is_recorded_before_the_run_ends() {

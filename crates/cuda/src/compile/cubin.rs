@@ -1,5 +1,6 @@
 //! A compiled kernel instance, its content address, and the resources that it needs.
 
+use crate::compile::source::code;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,12 +10,13 @@ use std::fmt;
 pub struct Key([u8; 32]);
 
 impl Key {
-    /// The key of an instance: the digest of `expression`, of every source that it includes (path and text), of
-    /// the options, and of NVRTC's version.
+    /// The key of an instance: the digest of `expression`, of every source that it includes (path and text without comments),
+    /// of the options, and of NVRTC's version.
     pub fn of(expression: &str, reached: &BTreeMap<&str, &str>, options: &[&str], nvrtc: (u32, u32)) -> Self {
         let counts = format!("{} {} {} {}", reached.len(), options.len(), nvrtc.0, nvrtc.1);
+        let codes: Vec<(&str, String)> = reached.iter().map(|(path, text)| (*path, code(text))).collect();
         let mut parts = vec![counts.as_bytes(), expression.as_bytes()];
-        parts.extend(reached.iter().flat_map(|(path, text)| [path.as_bytes(), text.as_bytes()]));
+        parts.extend(codes.iter().flat_map(|(path, code)| [path.as_bytes(), code.as_bytes()]));
         parts.extend(options.iter().map(|option| option.as_bytes()));
         Self::of_parts(&parts)
     }

@@ -77,6 +77,40 @@ impl Sources {
     }
 }
 
+/// `text` without its comments, its indentation and its empty lines: what of a source decides the compiled code. (No kernel is
+/// compiled with line numbers.)
+pub(crate) fn code(text: &str) -> String {
+    let (mut code, mut rest) = (String::with_capacity(text.len()), text);
+    while let Some(at) = rest.find(['"', '/']) {
+        let (before, from) = rest.split_at(at);
+        code.push_str(before);
+        let (kept, skipped) = if from.starts_with("//") {
+            ("", from.find('\n').unwrap_or(from.len()))
+        } else if from.starts_with("/*") {
+            (" ", from.find("*/").map_or(from.len(), |end| end + 2))
+        } else {
+            let end = if from.starts_with('"') { end_of_string(from) } else { 1 };
+            (&from[..end], end)
+        };
+        code.push_str(kept);
+        rest = &from[skipped..];
+    }
+    code.push_str(rest);
+    let lines = code.lines().map(str::trim).filter(|line| !line.is_empty());
+    lines.flat_map(|line| [line, "\n"]).collect()
+}
+
+/// The length of the string literal that `text` begins with, with both quotation marks.
+fn end_of_string(text: &str) -> usize {
+    let mut is_escaped = false;
+    let end = text[1..].find(|c| {
+        let ends = c == '"' && !is_escaped;
+        is_escaped = c == '\\' && !is_escaped;
+        ends
+    });
+    end.map_or(text.len(), |end| end + 2)
+}
+
 /// The quoted includes of a source. Angle brackets would name a toolkit header; no source includes
 /// one.
 fn includes(text: &str) -> impl Iterator<Item = &str> {
@@ -198,6 +232,19 @@ mod tests {
         assert_eq!(sources.reached("a").unwrap().into_keys().collect::<Vec<_>>(), ["a", "b", "c"]);
         let error = sources.reached("e").unwrap_err().to_string();
         assert!(error.contains('e') && error.contains("csrc/"), "{error}");
+    }
+
+    #[test]
+    fn code_is_what_is_no_comment() {
+        let text = "// a\n#include \"b\" // c\n\n  int x = 6 / 2; /* d\n // e */ int y;\n  const char* s = \"a // \\\" /* b\"; // \"\nint z;";
+        let expected =
+            "#include \"b\"\nint x = 6 / 2;   int y;\nconst char* s = \"a // \\\" /* b\";\nint z;\n";
+        assert_eq!(code(text), expected);
+        for (path, text) in EMBEDDED {
+            let code = code(text);
+            assert!(!code.contains("//") && code.matches(';').count() <= text.matches(';').count(), "{path}");
+            assert_eq!(includes(&code).collect::<Vec<_>>(), includes(text).collect::<Vec<_>>(), "{path}");
+        }
     }
 
     #[test]

@@ -21,7 +21,7 @@ use std::sync::atomic::AtomicU64;
 const IMAGES: [u8; 2] = [8, 3];
 const LABELS: [u8; 2] = [8, 1];
 
-/// Largest number of images, so that all ids are 32-bit.
+/// Largest number of images in a file.
 const MOST_IMAGES: usize = 1 << 20;
 
 /// Training images and held-out images, with their labels.
@@ -90,6 +90,11 @@ impl Images {
                 return Err(Error::data(path, why));
             }
             counts.push(count);
+        }
+        let rows = 1 + labels.len() as u64 * m.num_patches() as u64;
+        if rows > i32::MAX as u64 {
+            let why = format!("{} images have {rows} patches, more than 32-bit ids can name", labels.len());
+            return Err(Error::data(Path::new(&d.source), why));
         }
         let sha256 = sha256_hex(&[pixels.as_slice(), &labels].concat());
         let (pixels, labels) = (Arc::new(pixels), Arc::new(labels));

@@ -1,5 +1,6 @@
 //! Layer metrics of a step. They are large for a large model, so about a hundred steps of a run have them.
 
+use super::lost::without_number;
 use crate::record::{ChangeKind, Measured, Report, planes_of};
 use serde::{Deserialize, Serialize};
 
@@ -41,6 +42,14 @@ pub struct SiteMetrics {
     /// Absent if the step did not measure quantization, or if all values are zero.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub measured: Option<[u64; 4]>,
+}
+
+impl SiteMetrics {
+    /// The layer's name with `*` for the number of its decoder layer.
+    #[must_use]
+    pub fn layer_pattern(&self) -> String {
+        without_number(&self.layer).0
+    }
 }
 
 impl LayerMetrics {

@@ -144,7 +144,7 @@ impl fmt::Display for Lost {
 }
 
 /// The name of a layer with `*` for the number of its decoder layer, and the number.
-fn without_number(layer: &str) -> (String, Option<usize>) {
+pub(super) fn without_number(layer: &str) -> (String, Option<usize>) {
     let number = layer.split('.').find_map(|part| part.parse().ok());
     let part = |part: &str| if part.parse::<usize>().is_ok() { "*".to_owned() } else { part.to_owned() };
     (layer.split('.').map(part).collect::<Vec<_>>().join("."), number)

@@ -15,7 +15,7 @@
 
 use super::{Prediction, predict, work_of_step};
 use crate::checks::checked_recipe;
-use crate::config::Config;
+use crate::config::{Config, ModelConfig};
 use crate::error::{Error, Result};
 use crate::recompute::{Entry, Recompute, Scope};
 use nibble_core::recipe::{Layers, Share};
@@ -98,7 +98,7 @@ pub fn least_recompute(kind: DeviceKind, mesh: MeshShape, config: &Config, limit
 }
 
 /// The sets of scopes that are tried in all layers, without scopes that the model does not have; nothing first.
-fn choices_of(model: &crate::config::ModelConfig) -> Vec<Vec<Scope>> {
+fn choices_of(model: &ModelConfig) -> Vec<Vec<Scope>> {
     use Scope::{Attention, ExpertInput, Experts, Layers, MlaUp, Mlp, MlpUp, Norms, Swiglu};
     const FIRST: [&[Scope]; 3] = [&[], &[MlaUp], &[Attention]];
     const SECOND: [&[Scope]; 5] = [&[], &[ExpertInput], &[MlpUp], &[ExpertInput, MlpUp], &[Mlp, Experts]];
@@ -151,7 +151,7 @@ fn pairs(choices: &[(Recomputed, Vec<Scope>)], layers: usize, limit: usize) -> V
 }
 
 /// `more` in the first `n` of the model's decoder layers, `less` in the others.
-fn mixed(model: &crate::config::ModelConfig, less: &[Scope], more: &[Scope], n: usize) -> Recompute {
+fn mixed(model: &ModelConfig, less: &[Scope], more: &[Scope], n: usize) -> Recompute {
     let all = Recompute::of(more);
     let is_covered = |scope: Scope| {
         let with = all.with(&[scope]);

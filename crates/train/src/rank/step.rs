@@ -278,14 +278,17 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
     /// Runs the whole step. Before the optimizer changes any value, `before_optimizer` waits until no thread reads these values any more.
     pub fn run(&mut self, before_optimizer: impl FnOnce()) -> Result<()> {
         reach(Point::StepBegins)?;
-        self.first_micro_batch()?;
-        for _ in 1..self.context.config.train.grad_accum {
-            self.next_micro_batch()?;
-        }
+        self.micro_batches()?;
         reach(Point::BeforeOptimizer)?;
         before_optimizer();
         self.optimize()?;
         reach(Point::AfterOptimizer)
+    }
+
+    /// Runs the forward and backward passes of all micro-batches, which leave the step's gradients.
+    pub fn micro_batches(&mut self) -> Result<()> {
+        self.first_micro_batch()?;
+        (1..self.context.config.train.grad_accum).try_for_each(|_| self.next_micro_batch())
     }
 
     /// Creates the copies of weights, and runs the forward and backward passes of the first micro-batch, which overwrite the gradients.

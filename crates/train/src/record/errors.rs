@@ -44,7 +44,8 @@ pub struct SiteError {
 }
 
 impl SiteError {
-    /// The ratio of signal to quantization noise, 10 · log₁₀(Σx² / Σ(x − q)²), in dB. Infinite without noise.
+    /// The ratio of signal to quantization noise, 10 · log₁₀(Σx² / Σ(x − q)²), in dB. Infinite without noise, and NaN if
+    /// all values are zero.
     #[must_use]
     pub fn qsnr_db(&self) -> f64 {
         10.0 * (self.signal / self.noise).log10()

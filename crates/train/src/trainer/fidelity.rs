@@ -68,10 +68,7 @@ impl<B: Kernels> Trainer<'_, B> {
             if errors {
                 step.measure_errors();
             }
-            step.first_micro_batch()?;
-            for _ in 1..context.config.train.grad_accum {
-                step.next_micro_batch()?;
-            }
+            step.micro_batches()?;
             let gradients = step.gradients(|param, grad| gather(b, mesh, param, grad))?;
             let errors = step.take_errors();
             step.end();

@@ -134,10 +134,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let mut work = || -> Result<()> {
             let mut step = Step::new(context, model, buffers)?;
             step.measure_all();
-            step.first_micro_batch()?;
-            for _ in 1..context.config.train.grad_accum {
-                step.next_micro_batch()?;
-            }
+            step.micro_batches()?;
             step.optimize()?;
             step.end();
             Ok(())

@@ -78,18 +78,8 @@ __global__ void __launch_bounds__(kNormThreads)
     const u32 index = threadIdx.x % 32, row = blockIdx.x * (kNormThreads / 32) + threadIdx.x / 32;
     if (row >= rows) return;
     const u64 begin = u64(row) * d * T::kBytes;
-    // Both passes compute the sum x + plus. The second pass cannot read the stored sum, because
-    // loads use the read-only path, which must not read memory that this kernel writes.
     const auto value_at = [&](u32 at, bool stores) {
-        const u64 from = begin + u64(at) * T::kBytes;
-        const int left = int(d - at);
-        const typename T::Eight own = T::template load<kAligned>(x + from, left);
-        if constexpr (!kPlus) return own;
-        const typename T::Eight more = T::template load<kAligned>(plus + from, left);
-        if (stores) return store_sum<T, kAligned>(sum + from, own, more, left);
-        float both[8];
-        add_eight<T>(both, own, more);
-        return rounded_eight<T>(both);
+        return row_value<T, kAligned, kPlus>(x, plus, sum, begin + u64(at) * T::kBytes, int(d - at), stores);
     };
     float lane[8] = {};
 #pragma unroll 4

@@ -27,6 +27,19 @@ __device__ __forceinline__ typename T::Eight store_sum(u8* to, const typename T:
     return rounded_eight<T>(sum);
 }
 
+/// Returns up to `left` values of a row, at the byte `from`; kPlus: the rounded sums x + plus, which `stores` also writes. Later passes over the
+/// row recompute the sums, because loads use the read-only path, which must not read memory that the kernel writes.
+template <typename T, bool kAligned, bool kPlus>
+__device__ __forceinline__ typename T::Eight row_value(const u8* x, const u8* plus, u8* sum, u64 from, int left, bool stores) {
+    const typename T::Eight own = T::template load<kAligned>(x + from, left);
+    if constexpr (!kPlus) return own;
+    const typename T::Eight more = T::template load<kAligned>(plus + from, left);
+    if (stores) return store_sum<T, kAligned>(sum + from, own, more, left);
+    float both[8];
+    add_eight<T>(both, own, more);
+    return rounded_eight<T>(both);
+}
+
 template <typename T, bool kAligned>
 __device__ __forceinline__ void store_normal(u8* to, const typename T::Eight& x, float inv, const F32::Eight& weight, int left) {
     float y[8];

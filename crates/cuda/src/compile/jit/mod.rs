@@ -1,9 +1,9 @@
 //! Compiles kernel instances to cubins with NVRTC.
 //!
 //! An instance is a [`KernelSpec`]: a source, a kernel, and its template arguments by name. The [`Key`] of an instance
-//! is the SHA-256 of every source that it includes, the options, NVRTC's version and the instance itself. So an entry
-//! of the cache on disk is never stale, and no timestamps are compared. If several threads need the same instance, one
-//! of them compiles it.
+//! is the SHA-256 of every source that it includes (without comments), the options, NVRTC's version and the instance
+//! itself. So an entry of the cache on disk is never stale, and no timestamps are compared. If several threads need the
+//! same instance, one of them compiles it.
 
 pub use crate::compile::cubin::{Cubin, Key, Resources};
 use crate::compile::cubin_cache::CubinCache;
@@ -23,7 +23,7 @@ pub const OPTIONS: &[&str] =
     &["--gpu-architecture=sm_90a", "--std=c++20", "--fmad=false", "--ptxas-options=--verbose"];
 
 /// The digest of `text` compiled by this version of NVRTC with `source` included. The digest covers the text, every included source
-/// and the options.
+/// (without comments) and the options.
 ///
 /// # Errors
 /// [`Error::Jit`] if a source does not exist.

@@ -1,10 +1,9 @@
+use super::NormRows;
 use crate::case::{Case, Outputs, Pads, in_place};
-use crate::host::plain;
 use crate::input::{Input, stream};
-use crate::ops::PLAIN;
 use crate::pair::Pair;
-use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
-use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
+use nibble_core::ops::{RmsNorm, RmsNormBackward};
+use nibble_core::{Agreement, Kernels, Result, Tensor};
 
 /// Numbers of rows, columns and shards.
 const SIZES: [(usize, usize, usize); 7] =
@@ -21,50 +20,13 @@ const WIDE: [(usize, usize, usize); 8] = [
     (16_500, 8, 1),
 ];
 
-#[derive(Debug, Clone, Copy)]
-struct RmsNormRows {
-    rows: usize,
-    d: usize,
-    shards: usize,
-    dtype: DType,
-    input: Input,
-    /// Whether a tensor is added, either before the norm or after its backward pass.
-    plus: bool,
-}
-
-impl RmsNormRows {
-    fn x<B: Kernels>(&self, b: &B, name: &str) -> Result<Tensor<B>> {
-        plain(b, self.dtype, &self.input.values(&stream(name), self.rows * self.d), self.rows, self.d)
-    }
-
-    fn weight<B: Kernels>(&self, b: &B) -> Result<Tensor<B>> {
-        Tensor::from_f32(b, &Input::Normal.values(&stream("rms_norm.weight"), self.d), 1, self.d)
-    }
-
-    fn plus<B: Kernels>(&self, b: &B) -> Result<Option<Tensor<B>>> {
-        self.plus.then(|| self.x(b, "rms_norm.plus")).transpose()
-    }
-
-    fn forward<B: Kernels>(&self, b: &B, x: &Tensor<B>) -> Result<RmsNormOut<B>> {
-        RmsNorm { x, plus: self.plus(b)?.as_ref(), weight: &self.weight(b)?, eps: 1e-6 }.run(b)
-    }
-
-    fn all() -> impl Iterator<Item = RmsNormRows> {
-        let of = |sizes: &'static [_], inputs: &'static [Input]| {
-            PLAIN.into_iter().flat_map(move |dtype| {
-                inputs.iter().flat_map(move |&input| {
-                    sizes.iter().flat_map(move |&(rows, d, shards)| {
-                        [false, true].map(|plus| RmsNormRows { rows, d, shards, dtype, input, plus })
-                    })
-                })
-            })
-        };
-        of(&SIZES, &Input::ALL).chain(of(&WIDE, &[Input::Normal, Input::SignedZeros]))
-    }
+fn all() -> impl Iterator<Item = NormRows> {
+    let wide = NormRows::all(&[Input::Normal, Input::SignedZeros], &WIDE);
+    NormRows::all(&Input::ALL, &SIZES).chain(wide)
 }
 
 #[derive(Debug)]
-struct Forward(RmsNormRows);
+struct Forward(NormRows);
 
 impl<B: Kernels> Case<B> for Forward {
     fn agreement(&self) -> Agreement {
@@ -72,7 +34,9 @@ impl<B: Kernels> Case<B> for Forward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let made = self.0.forward(b, &self.0.x(b, "rms_norm.x")?)?;
+        let (x, weight) = (self.0.x(b, "rms_norm.x")?, self.0.vector(b, "rms_norm.weight")?);
+        let plus = self.0.plus(b, "rms_norm.plus")?;
+        let made = RmsNorm { x: &x, plus: plus.as_ref(), weight: &weight, eps: 1e-6 }.run(b)?;
         let mut out = Outputs::default();
         out.tensor(b, "y", &made.y)?;
         out.buf(b, "inv_rms", &made.inv_rms, None)?;
@@ -85,11 +49,11 @@ impl<B: Kernels> Case<B> for Forward {
 
 /// The conformance test of [`RmsNorm`].
 pub fn rms_norm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    RmsNormRows::all().for_each(|rows| pair.check(&Forward(rows)));
+    all().for_each(|rows| pair.check(&Forward(rows)));
 }
 
 #[derive(Debug)]
-struct Backward(RmsNormRows);
+struct Backward(NormRows);
 
 impl<B: Kernels> Case<B> for Backward {
     fn agreement(&self) -> Agreement {
@@ -97,9 +61,10 @@ impl<B: Kernels> Case<B> for Backward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let RmsNormRows { d, shards, .. } = self.0;
-        let (x, dy, weight) = (self.0.x(b, "rms_norm.x")?, self.0.x(b, "rms_norm.dy")?, self.0.weight(b)?);
-        let plus = self.0.plus(b)?;
+        let NormRows { d, shards, .. } = self.0;
+        let (x, dy, weight) =
+            (self.0.x(b, "rms_norm.x")?, self.0.x(b, "rms_norm.dy")?, self.0.vector(b, "rms_norm.weight")?);
+        let plus = self.0.plus(b, "rms_norm.plus")?;
         let inv_rms = RmsNorm::new(&x, &weight, 1e-6).run(b)?.inv_rms;
         let dweight = Input::Normal.values(&stream("rms_norm.dweight"), shards * d);
         let dweight = Tensor::from_f32(b, &dweight, shards, d)?;
@@ -116,5 +81,5 @@ impl<B: Kernels> Case<B> for Backward {
 
 /// The conformance test of [`RmsNormBackward`].
 pub fn rms_norm_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    RmsNormRows::all().for_each(|rows| pair.check(&Backward(rows)));
+    all().for_each(|rows| pair.check(&Backward(rows)));
 }

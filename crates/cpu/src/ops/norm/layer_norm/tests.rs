@@ -1,6 +1,6 @@
 use super::*;
 use crate::ops::plain::column_sums::tests::tree;
-use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere};
+use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere, tensor};
 
 /// Numbers of rows, columns and shards, with sizes around the lanes and the blocks of columns.
 const SHAPES: [(usize, usize, usize); 9] = [
@@ -16,17 +16,6 @@ const SHAPES: [(usize, usize, usize); 9] = [
 ];
 
 const EPS: f32 = 1e-5;
-
-fn tensor(cpu: &Cpu, x: &[f32], cols: usize, dtype: DType) -> Tensor<Cpu> {
-    let rows = x.len() / cols;
-    match dtype {
-        DType::F32 => Tensor::from_f32(cpu, x, rows, cols).unwrap(),
-        DType::Bf16 => {
-            let x: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
-            Tensor::from_bf16(cpu, &x, rows, cols).unwrap()
-        }
-    }
-}
 
 /// Numbers with a mean of about 0.5 that BF16 represents exactly, so that both types share one reference.
 fn short(site: u32, len: usize) -> Vec<f32> {

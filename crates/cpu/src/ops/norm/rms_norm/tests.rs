@@ -1,6 +1,6 @@
 use super::*;
 use crate::ops::plain::column_sums::tests::tree;
-use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere};
+use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere, tensor};
 use nibble_core::Backend;
 
 /// Numbers of rows, columns and shards, with sizes around the lanes and the blocks of columns.
@@ -17,17 +17,6 @@ const SHAPES: [(usize, usize, usize); 9] = [
 ];
 
 const EPS: f32 = 1e-6;
-
-fn tensor(cpu: &Cpu, x: &[f32], rows: usize, dtype: DType) -> Tensor<Cpu> {
-    let cols = x.len().checked_div(rows).unwrap_or(0);
-    match dtype {
-        DType::F32 => Tensor::from_f32(cpu, x, rows, cols).unwrap(),
-        DType::Bf16 => {
-            let x: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
-            Tensor::from_bf16(cpu, &x, rows, cols).unwrap()
-        }
-    }
-}
 
 /// Numbers that BF16 represents exactly, so that both types share one reference.
 fn short(site: u32, len: usize) -> Vec<f32> {
@@ -48,9 +37,9 @@ fn wide(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
 }
 
-fn forward_on(cpu: &Cpu, x: &[f32], weight: &[f32], rows: usize, dtype: DType) -> RmsNormOut<Cpu> {
-    let x = Tensor { cols: weight.len(), ..tensor(cpu, x, rows, dtype) };
-    let weight = tensor(cpu, weight, 1, DType::F32);
+fn forward_on(cpu: &Cpu, x: &[f32], weight: &[f32], dtype: DType) -> RmsNormOut<Cpu> {
+    let x = tensor(cpu, x, weight.len(), dtype);
+    let weight = tensor(cpu, weight, weight.len(), DType::F32);
     let op = RmsNorm::new(&x, &weight, EPS);
     op.check().unwrap();
     rms_norm(cpu, op).unwrap()
@@ -62,7 +51,7 @@ fn forward_is_the_formula_and_the_same_everywhere() {
         let (x, weight) = (short(1, rows * d), short(2, d));
         for (dtype, bound) in [(DType::F32, 1e-6), (DType::Bf16, 1.0 / 256.0)] {
             let got = same_everywhere(|cpu| {
-                let got = forward_on(cpu, &x, &weight, rows, dtype);
+                let got = forward_on(cpu, &x, &weight, dtype);
                 (bits(&got.y), got.inv_rms.as_slice().iter().map(|x| x.to_bits()).collect::<Vec<_>>())
             });
             let shift = if dtype == DType::F32 { 0 } else { 16 };
@@ -86,15 +75,14 @@ fn forward_is_the_formula_and_the_same_everywhere() {
 fn backward_on(
     cpu: &Cpu,
     [x, weight, dy]: [&[f32]; 3],
-    rows: usize,
     shards: usize,
     dtype: DType,
 ) -> (Tensor<Cpu>, Tensor<Cpu>) {
     let d = weight.len();
-    let inv_rms = forward_on(cpu, x, weight, rows, dtype).inv_rms;
-    let weight = tensor(cpu, weight, 1, DType::F32);
-    let [x, dy] = [x, dy].map(|x| Tensor { cols: d, ..tensor(cpu, x, rows, dtype) });
-    let mut dweight = tensor(cpu, &vec![0.5; shards * d], shards, DType::F32);
+    let inv_rms = forward_on(cpu, x, weight, dtype).inv_rms;
+    let weight = tensor(cpu, weight, weight.len(), DType::F32);
+    let [x, dy] = [x, dy].map(|x| tensor(cpu, x, d, dtype));
+    let mut dweight = tensor(cpu, &vec![0.5; shards * d], d, DType::F32);
     let op = RmsNormBackward {
         x: &x,
         weight: &weight,
@@ -113,7 +101,7 @@ fn backward_is_the_same_everywhere() {
         let (x, weight, dy) = (short(1, rows * d), short(2, d), short(3, rows * d));
         for dtype in [DType::F32, DType::Bf16] {
             same_everywhere(|cpu| {
-                let (dx, dweight) = backward_on(cpu, [&x, &weight, &dy], rows, shards, dtype);
+                let (dx, dweight) = backward_on(cpu, [&x, &weight, &dy], shards, dtype);
                 (bits(&dx), bits(&dweight))
             });
         }
@@ -125,7 +113,7 @@ fn backward_is_the_derivative_of_the_formula() {
     let cpu = Cpu::new(2).unwrap();
     for (rows, d, shards) in SHAPES.into_iter().filter(|(rows, d, _)| *rows > 0 && *d > 1) {
         let (x, weight, dy) = (short(1, rows * d), short(2, d), short(3, rows * d));
-        let (dx, dweight) = backward_on(&cpu, [&x, &weight, &dy], rows, shards, DType::F32);
+        let (dx, dweight) = backward_on(&cpu, [&x, &weight, &dy], shards, DType::F32);
         let (dx, dweight) = (dx.to_f32_vec(&cpu).unwrap(), dweight.to_f32_vec(&cpu).unwrap());
         let loss = |x: &[f64], weight: &[f64], rows: std::ops::Range<usize>| -> f64 {
             let y = reference(&x[rows.start * d..rows.end * d], weight);
@@ -172,8 +160,8 @@ fn dweight_is_summed_in_chunks_of_64_rows() {
     for (rows, d, shards) in [(64, 5, 1), (65, 16, 1), (2 * 450, 81, 2), (4 * 128, 33, 4), (7 * 64, 20, 1)] {
         let (x, weight, dy) = (short(1, rows * d), short(2, d), short(3, rows * d));
         let (inv_rms, dweight) = same_everywhere(|cpu| {
-            let inv_rms = forward_on(cpu, &x, &weight, rows, DType::F32).inv_rms.as_slice().to_vec();
-            (inv_rms, bits(&backward_on(cpu, [&x, &weight, &dy], rows, shards, DType::F32).1))
+            let inv_rms = forward_on(cpu, &x, &weight, DType::F32).inv_rms.as_slice().to_vec();
+            (inv_rms, bits(&backward_on(cpu, [&x, &weight, &dy], shards, DType::F32).1))
         });
         let each = rows / shards;
         for (shard, dweight) in dweight.chunks_exact(d).enumerate() {
@@ -208,8 +196,8 @@ fn sums_of_a_row_run_over_256_lanes() {
     for (rows, d) in [(3, 16), (3, 64), (2, 100), (3, 128), (2, 300), (2, 1024)] {
         let (x, weight, dy) = (short(1, rows * d), short(2, d), short(3, rows * d));
         let (inv_rms, dx) = same_everywhere(|cpu| {
-            let inv_rms = forward_on(cpu, &x, &weight, rows, DType::F32).inv_rms.as_slice().to_vec();
-            (inv_rms, bits(&backward_on(cpu, [&x, &weight, &dy], rows, 1, DType::F32).0))
+            let inv_rms = forward_on(cpu, &x, &weight, DType::F32).inv_rms.as_slice().to_vec();
+            (inv_rms, bits(&backward_on(cpu, [&x, &weight, &dy], 1, DType::F32).0))
         });
         for (row, inv) in inv_rms.iter().enumerate() {
             let (x, dy) = (&x[row * d..][..d], &dy[row * d..][..d]);
@@ -228,7 +216,7 @@ fn sums_of_a_row_run_over_256_lanes() {
 #[test]
 fn mistakes_are_named() {
     let cpu = Cpu::new(1).unwrap();
-    let (x, weight) = (tensor(&cpu, &[1.0; 8], 2, DType::F32), tensor(&cpu, &[1.0; 4], 1, DType::F32));
+    let (x, weight) = (tensor(&cpu, &[1.0; 8], 4, DType::F32), tensor(&cpu, &[1.0; 4], 4, DType::F32));
     let inv_rms = cpu.zeros::<f32>(2).unwrap();
     let mut none = Tensor::zeros(&cpu, DType::F32, 0, 4).unwrap();
     let op =

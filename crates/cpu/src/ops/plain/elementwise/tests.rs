@@ -46,12 +46,14 @@ pub(in crate::ops) fn same_everywhere<R: PartialEq + std::fmt::Debug>(run: impl 
 /// Lengths around the number of lanes, the chunk size and a thread's share.
 const LENGTHS: [usize; 9] = [0, 1, 15, 16, 17, 1025, 16_383, 16_385, 70_001];
 
-fn tensor(cpu: &Cpu, x: &[f32], dtype: DType) -> Tensor<Cpu> {
+/// A plain tensor with this number of columns.
+pub(in crate::ops) fn tensor(cpu: &Cpu, x: &[f32], cols: usize, dtype: DType) -> Tensor<Cpu> {
+    let rows = x.len().checked_div(cols).unwrap_or(1);
     match dtype {
-        DType::F32 => Tensor::from_f32(cpu, x, 1, x.len()).unwrap(),
+        DType::F32 => Tensor::from_f32(cpu, x, rows, cols).unwrap(),
         DType::Bf16 => {
             let x: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
-            Tensor::from_bf16(cpu, &x, 1, x.len()).unwrap()
+            Tensor::from_bf16(cpu, &x, rows, cols).unwrap()
         }
     }
 }
@@ -72,7 +74,7 @@ fn a_cast_rounds_to_nearest_even_and_back_is_exact() {
     ]);
     x.extend([f32::NAN, f32::from_bits(0x7F80_0001)]);
     let got = same_everywhere(|cpu| {
-        let t = tensor(cpu, &x, DType::F32);
+        let t = tensor(cpu, &x, x.len(), DType::F32);
         let narrow = cast(cpu, Cast { x: &t, dtype: DType::Bf16 }).unwrap();
         let wide = cast(cpu, Cast { x: &narrow, dtype: DType::F32 }).unwrap();
         (bits(&narrow), bits(&wide))
@@ -83,7 +85,7 @@ fn a_cast_rounds_to_nearest_even_and_back_is_exact() {
     }
     assert_eq!(got.0[x.len() - 4..x.len() - 2], [0x3F80, 0x3F82], "ties go to the even neighbour");
     let cpu = Cpu::new(1).unwrap();
-    let t = tensor(&cpu, &x, DType::F32);
+    let t = tensor(&cpu, &x, x.len(), DType::F32);
     let same = cast(&cpu, Cast { x: &t, dtype: DType::F32 }).unwrap();
     assert_eq!(same.buffer_id(), t.buffer_id(), "nothing to do, nothing copied");
 }
@@ -129,7 +131,7 @@ fn a_sum_is_rounded_once() {
         for len in LENGTHS {
             let (x, y) = (normals(2, len), normals(3, len));
             let got = same_everywhere(|cpu| {
-                let (a, b) = (tensor(cpu, &x, dtype), tensor(cpu, &y, dtype));
+                let (a, b) = (tensor(cpu, &x, x.len(), dtype), tensor(cpu, &y, y.len(), dtype));
                 bits(&add(cpu, Add::new(&a, &b)).unwrap())
             });
             for i in 0..len {

@@ -1,5 +1,5 @@
 use super::*;
-use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere};
+use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere, tensor};
 
 /// x/2 · (1 + erf(x/√2)) in F64, with erf as Σ over n of 2/√π · (−1)ⁿ x^(2n+1) / (n! (2n+1)).
 fn gelu_f64(x: f64) -> f64 {
@@ -10,16 +10,6 @@ fn gelu_f64(x: f64) -> f64 {
         sum += term / f64::from(2 * n + 1);
     }
     x / 2.0 * (1.0 + sum * 2.0 / std::f64::consts::PI.sqrt())
-}
-
-fn tensor(cpu: &Cpu, x: &[f32], dtype: DType) -> Tensor<Cpu> {
-    match dtype {
-        DType::F32 => Tensor::from_f32(cpu, x, 1, x.len()).unwrap(),
-        DType::Bf16 => {
-            let x: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
-            Tensor::from_bf16(cpu, &x, 1, x.len()).unwrap()
-        }
-    }
 }
 
 /// Numbers that BF16 represents exactly, up to 4, where the series of [`gelu_f64`] still has 9 digits.
@@ -33,7 +23,7 @@ fn values_and_gradients_are_those_of_the_formula_in_f64() {
         let (h, da) = (short(1, len), short(2, len));
         for (dtype, bound) in [(DType::F32, 3e-7), (DType::Bf16, 1.0 / 256.0)] {
             let (a, dh) = same_everywhere(|cpu| {
-                let [h, da] = [&h, &da].map(|x| tensor(cpu, x, dtype));
+                let [h, da] = [&h, &da].map(|x| tensor(cpu, x, x.len(), dtype));
                 let dh = GeluBackward { h: &h, da: &da }.run(cpu).unwrap();
                 (bits(&Gelu { h: &h }.run(cpu).unwrap()), bits(&dh))
             });
@@ -54,8 +44,8 @@ fn values_and_gradients_are_those_of_the_formula_in_f64() {
 #[test]
 fn a_gradient_of_another_shape_or_type_is_an_error() {
     let cpu = Cpu::new(1).unwrap();
-    let h = tensor(&cpu, &[1.0, 2.0], DType::F32);
-    for da in [tensor(&cpu, &[1.0], DType::F32), tensor(&cpu, &[1.0, 2.0], DType::Bf16)] {
+    let h = tensor(&cpu, &[1.0, 2.0], 2, DType::F32);
+    for da in [tensor(&cpu, &[1.0], 1, DType::F32), tensor(&cpu, &[1.0, 2.0], 2, DType::Bf16)] {
         let e = GeluBackward { h: &h, da: &da }.run(&cpu).unwrap_err().to_string();
         assert!(e.contains("da"), "{e}");
     }
