@@ -2,8 +2,8 @@ use crate::gemm::Isa;
 use crate::memory::{Arena, Memory, Words, or_out_of_room, out_of_room};
 use crate::room;
 use nibble_core::{
-    Backend, DeviceKind, Error, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range,
-    check_runs,
+    Backend, DeviceKind, Error, Lent, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun,
+    check_range, check_runs,
 };
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -128,6 +128,17 @@ impl Cpu {
         self.inner.path
     }
 
+    /// A buffer of memory that the backend does not own. The memory's owner is dropped with the last handle of the buffer, and live bytes do
+    /// not count it.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the bytes are not a whole number of values of type `T`, or not aligned for them.
+    pub fn borrow<T: Plain>(&self, lent: Lent) -> Result<Buf<T>> {
+        let len = lent.len_of::<T>()?;
+        let storage = Storage { words: Words::Lent(lent), bytes: 0, memory: self.inner.memory.clone() };
+        Ok(Buf { storage: Arc::new(storage), len, element: PhantomData })
+    }
+
     /// A buffer that an operation will overwrite entirely. The buffer's contents are unspecified. In debug builds every byte is 0xFF (NaN),
     /// which exposes elements that an operation did not write.
     pub(crate) fn scratch<T: Plain>(&self, len: usize) -> Buf<T> {
@@ -179,12 +190,12 @@ impl<T: Plain> Buf<T> {
 
     /// The values.
     pub fn as_slice(&self) -> &[T] {
-        &bytemuck::cast_slice(self.storage.words.as_slice())[..self.len]
+        &bytemuck::cast_slice(self.storage.words.as_bytes())[..self.len]
     }
 
-    /// The values, for writing. If another handle shares the values, they are copied first.
+    /// The values, for writing. If another handle shares the values, or if they may only be read, they are copied first.
     pub fn as_mut_slice(&mut self) -> &mut [T] {
-        if Arc::get_mut(&mut self.storage).is_none() {
+        if Arc::get_mut(&mut self.storage).and_then(|storage| storage.words.as_mut_bytes()).is_none() {
             let memory = &self.storage.memory;
             memory.traffic.copy_on_write();
             let mut copy = Self::new(self.len, memory);
@@ -192,9 +203,9 @@ impl<T: Plain> Buf<T> {
             *self = copy;
         }
         let len = self.len;
-        match Arc::get_mut(&mut self.storage) {
-            Some(storage) => &mut bytemuck::cast_slice_mut(storage.words.as_mut_slice())[..len],
-            // The buffer was made unique above, and `&mut self` prevents a clone in between.
+        match Arc::get_mut(&mut self.storage).and_then(|storage| storage.words.as_mut_bytes()) {
+            Some(bytes) => &mut bytemuck::cast_slice_mut(bytes)[..len],
+            // The buffer was made unique and writable above, and `&mut self` prevents a clone in between.
             None => unreachable!("a buffer just made unique is shared"),
         }
     }
@@ -264,7 +275,7 @@ impl Backend for Cpu {
     }
 
     fn buffer_id<T: Plain>(buf: &Buf<T>) -> u64 {
-        buf.storage.words.as_slice().as_ptr() as usize as u64
+        buf.storage.words.as_bytes().as_ptr() as usize as u64
     }
 
     fn memory(&self) -> MemoryStats {
@@ -351,6 +362,9 @@ impl Backend for Cpu {
         if !bytes.is_multiple_of(each) {
             return Err(Error::shape("reinterpret", "bytes", bytes, format!("a multiple of {each}")));
         }
+        if let Words::Lent(lent) = &buf.storage.words {
+            lent.len_of::<U>()?;
+        }
         Ok(Buf { storage: buf.storage.clone(), len: bytes / each, element: PhantomData })
     }
 
@@ -393,6 +407,53 @@ mod tests {
         assert_eq!(a.as_slice(), [1.0, 2.0]);
         assert_eq!(b.as_slice(), [5.0, 2.0]);
         assert_ne!(Cpu::buffer_id(&a), Cpu::buffer_id(&b));
+    }
+
+    /// Values with a witness of their lifetime.
+    fn lent(values: &Arc<Vec<u32>>, is_writable: bool) -> Lent {
+        let (address, bytes) = (values.as_ptr() as usize as u64, 4 * values.len());
+        let make = if is_writable { Lent::writable } else { Lent::new };
+        // SAFETY: the vector lives as long as the owner, and the test reads it only between operations.
+        unsafe { make(address, bytes, values.clone()) }
+    }
+
+    #[test]
+    fn borrowed_memory_is_read_in_place_written_as_its_owner_allows_and_given_back() {
+        let cpu = Cpu::new(1).unwrap();
+        for is_writable in [false, true] {
+            let values = Arc::new(vec![1u32, 2, 3]);
+            let mut buf: Buf<u32> = cpu.borrow(lent(&values, is_writable)).unwrap();
+            let address = values.as_ptr() as usize as u64;
+            assert_eq!((Cpu::buffer_id(&buf), buf.as_slice()), (address, &values[..]));
+            assert_eq!((Arc::strong_count(&values), cpu.memory().live_bytes), (2, 0));
+            let shared = buf.clone();
+            cpu.write(&mut buf, 1, &[7]).unwrap();
+            assert_eq!((shared.as_slice(), buf.as_slice()), (&[1, 2, 3][..], &[1, 7, 3][..]));
+            drop((shared, buf));
+            assert_eq!(Arc::strong_count(&values), 1, "the owner has its memory back");
+            let mut alone: Buf<u32> = cpu.borrow(lent(&values, is_writable)).unwrap();
+            cpu.write(&mut alone, 0, &[9]).unwrap();
+            assert_eq!((alone.as_slice()[0], values[0]), (9, if is_writable { 9 } else { 1 }));
+        }
+    }
+
+    #[test]
+    fn borrowed_memory_of_another_size_or_alignment_is_refused() {
+        let cpu = Cpu::new(1).unwrap();
+        let values = Arc::new(vec![1u32, 2, 3]);
+        let error = |made: Result<Buf<u64>>| made.unwrap_err().to_string();
+        assert!(error(cpu.borrow(lent(&values, false))).contains("bytes"));
+        let address = values.as_ptr() as usize as u64 + 4;
+        // SAFETY: these are the vector's last eight bytes; it lives as long as the owner.
+        let half = unsafe { Lent::new(address, 8, values.clone()) };
+        let aligned = address.is_multiple_of(8);
+        assert_eq!(cpu.borrow::<u64>(half.clone()).is_ok(), aligned);
+        let bytes: Buf<u8> = cpu.borrow(half).unwrap();
+        assert_eq!(cpu.reinterpret::<u8, u64>(&bytes).is_ok(), aligned);
+        assert_eq!(cpu.reinterpret::<u8, u32>(&bytes).unwrap().as_slice(), [2, 3]);
+        // SAFETY: no byte is read.
+        let none: Buf<f32> = cpu.borrow(unsafe { Lent::writable(0, 0, values) }).unwrap();
+        assert!(none.as_slice().is_empty() && none.clone().as_mut_slice().is_empty());
     }
 
     #[test]

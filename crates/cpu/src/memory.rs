@@ -1,7 +1,7 @@
-//! Buffer memory: a pool of allocations by size class, or an arena.
+//! Buffer memory: a pool of allocations by size class, an arena, or memory that somebody else owns.
 
 use nibble_core::allocation::may_be_refused;
-use nibble_core::{Error, HEAP_ALIGN, MemoryStats, Result, Scope, Segments, TrafficCounter};
+use nibble_core::{Error, HEAP_ALIGN, Lent, MemoryStats, Result, Scope, Segments, TrafficCounter};
 use std::collections::HashMap;
 use std::fmt;
 use std::ptr::NonNull;
@@ -70,20 +70,37 @@ pub(crate) enum Words {
     Pool(Vec<u64>),
     /// A block of an arena.
     Arena(Block),
+    /// Memory of another owner.
+    Lent(Lent),
 }
 
 impl Words {
-    pub fn as_slice(&self) -> &[u64] {
+    pub fn as_bytes(&self) -> &[u8] {
         match self {
-            Self::Pool(words) => words,
-            Self::Arena(block) => block.as_slice(),
+            Self::Pool(words) => bytemuck::cast_slice(words),
+            Self::Arena(block) => bytemuck::cast_slice(block.as_slice()),
+            // Aligned for every type.
+            Self::Lent(lent) if lent.bytes() == 0 => bytemuck::cast_slice::<u64, u8>(&[]),
+            // SAFETY: whoever made `lent` promised that these bytes are readable on this device while it lives, and that nobody writes to
+            // them meanwhile.
+            Self::Lent(lent) => unsafe {
+                std::slice::from_raw_parts(lent.address() as *const u8, lent.bytes())
+            },
         }
     }
 
-    pub fn as_mut_slice(&mut self) -> &mut [u64] {
+    /// The bytes, for writing; `None` if they may only be read.
+    pub fn as_mut_bytes(&mut self) -> Option<&mut [u8]> {
         match self {
-            Self::Pool(words) => words,
-            Self::Arena(block) => block.as_mut_slice(),
+            Self::Pool(words) => Some(bytemuck::cast_slice_mut(words)),
+            Self::Arena(block) => Some(bytemuck::cast_slice_mut(block.as_mut_slice())),
+            Self::Lent(lent) if !lent.is_writable() => None,
+            Self::Lent(lent) if lent.bytes() == 0 => Some(bytemuck::cast_slice_mut::<u64, u8>(&mut [])),
+            // SAFETY: whoever made `lent` promised that these bytes are writable on this device while it lives, and that nobody else
+            // uses them meanwhile. `&mut self` makes this the only reference.
+            Self::Lent(lent) => {
+                Some(unsafe { std::slice::from_raw_parts_mut(lent.address() as *mut u8, lent.bytes()) })
+            }
         }
     }
 }

@@ -10,7 +10,8 @@ use crate::device::{Device, Event};
 use crate::driver::failed;
 use nibble_choice::products::ProductTrial;
 use nibble_core::{
-    Backend, DeviceKind, LineCopy, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range,
+    Backend, DeviceKind, Lent, LineCopy, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun,
+    check_range,
 };
 use std::fmt;
 use std::ops::Range;
@@ -46,6 +47,14 @@ impl Cuda {
     /// The device of this backend.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// A buffer of memory that the backend does not own: [`Device::borrow`].
+    ///
+    /// # Errors
+    /// [`nibble_core::Error::Shape`] if the bytes are not a whole number of values of type `T`, or not aligned for them.
+    pub fn borrow<T: Plain>(&self, lent: Lent) -> Result<Buf<T>> {
+        self.device.borrow(lent).map(Buf::new)
     }
 
     /// A handle of the same device, whose GEMMs use the kernel configurations of `trial`.

@@ -56,6 +56,7 @@ pub use comm::NcclComm;
 pub use compile::jit::{Jit, KernelSpec};
 pub use device::arena::Arena;
 pub use device::buffer::Buffer;
+pub use device::given::{Allocator, Given};
 pub use device::recording::Recording;
 pub use device::{Device, Event, Launched};
 pub use measure::profile::OpTime;

@@ -3,6 +3,10 @@
 
 use crate::gpu;
 
+use nibble_core::Lent;
+use nibble_cuda::{Allocator, Device, Given};
+use std::sync::Arc;
+
 use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::*;
 use nibble_core::{Backend, BlockScaled, DType, Groups, Operand, Result, RowKind, Tensor};
@@ -105,4 +109,56 @@ fn a_plan_told_of_too_few_slots_leaves_all_groups_empty() {
     }
     assert_eq!(cuda.download(&map.slot_row).unwrap(), [-1; 3]);
     refused(map.occupancy.verify(cuda), "plan_permute", "occupied slots");
+}
+
+/// Memory of one device as that of another library.
+#[derive(Debug)]
+struct OfDevice(Device);
+
+impl Allocator for OfDevice {
+    fn alloc(&self, bytes: usize) -> Result<Lent> {
+        let buffer = self.0.alloc::<u8>(bytes)?;
+        // SAFETY: the buffer lives as long as the owner, nobody else knows of it, and only work on the given stream uses it.
+        Ok(unsafe { Lent::writable(buffer.address(), bytes, Arc::new(buffer)) })
+    }
+}
+
+#[test]
+fn a_device_on_a_given_stream_takes_given_memory_and_gives_it_back() {
+    let Some(owner) = gpu::device("a given stream and a given allocator") else { return };
+    let before = owner.memory().live_bytes;
+    // SAFETY: stream 0 is the default stream, which lives as long as the context.
+    let given = unsafe { Given::new(0, Arc::new(OfDevice(owner.clone()))) };
+    let (there, here) = (Cuda::on(owner.reopened_on(given).unwrap()), Cuda::on(owner.clone()));
+    let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven).unwrap();
+    let values: Vec<f32> = (0..ROWS * 128).map(|i| (i as f32 * 0.37).sin()).collect();
+    let codes = |cuda: &Cuda| {
+        let x = Tensor::from_f32(cuda, &values, ROWS, 128).unwrap();
+        let made = Quantize::new(&x, codec, Planes::Rows).run(cuda).unwrap();
+        let counts = cuda.download(&made.counts.clone().unwrap().0).unwrap();
+        (cuda.download(&made.take_rows("test").unwrap().block("test").unwrap().codes).unwrap(), counts)
+    };
+    assert_eq!(codes(&there), codes(&here));
+    assert!(owner.memory().live_bytes > before, "its counters are the owner's memory");
+
+    let lent = owner.upload(&[1.0f32, 2.0, 3.0]).unwrap();
+    owner.synchronize().unwrap();
+    let (address, lent) = (lent.address(), Arc::new(lent));
+    for is_writable in [false, true] {
+        let make = if is_writable { Lent::writable } else { Lent::new };
+        // SAFETY: the buffer lives as long as the owner, and the device is drained before it is read.
+        let mut x = there.borrow::<f32>(unsafe { make(address, 12, lent.clone()) }).unwrap();
+        assert_eq!((Cuda::buffer_id(&x), there.download(&x).unwrap()), (address, vec![1.0, 2.0, 3.0]));
+        there.write(&mut x, 1, &[7.0]).unwrap();
+        there.device().synchronize().unwrap();
+        assert_eq!(lent.download().unwrap()[1], if is_writable { 7.0 } else { 2.0 });
+    }
+    let unaligned = there.borrow::<f32>(
+        // SAFETY: nothing is read.
+        unsafe { Lent::new(address + 2, 8, lent.clone()) },
+    );
+    refused(unaligned, "borrow", "`address`");
+    assert_eq!(Arc::strong_count(&lent), 1);
+    drop((lent, there));
+    assert_eq!(owner.memory().live_bytes, before);
 }

@@ -128,7 +128,7 @@ fn rel_l2(got: &[f32], want: &[f32]) -> f64 {
 fn taken<B: Kernels>(b: &B, recipe: &Recipe, remake_x: bool) -> Result<MemoryStats> {
     let cx = context(b, recipe, SHARDS, TOKENS);
     let mut scene = Scene::new(&cx)?;
-    scene.moe.remake_x = remake_x;
+    scene.moe.routed.remake_x = remake_x;
     let arena = b.arena("layer")?;
     b.within(&arena, || scene.pass(&cx).map(drop))?;
     Ok(b.arena_memory(&arena))
@@ -173,7 +173,7 @@ fn outputs_and_gradients_are_the_cpus() {
         }
         let again = host(&cuda, &scenes.1.pass(&on_gpu).unwrap());
         assert!(bits(&again) == bits(&got), "{name}: the same bits in every run");
-        scenes.1.moe.remake_x = true;
+        scenes.1.moe.routed.remake_x = true;
         let remade = host(&cuda, &scenes.1.pass(&on_gpu).unwrap());
         assert!(bits(&remade) == bits(&got), "{name}: the same bits from an input that is made again");
     }
@@ -301,8 +301,8 @@ fn a_recorded_micro_batch_adds_to_the_gradients_when_it_is_replayed() {
 fn kept(cuda: &Cuda, recipe: &str, shape: MoeShape, tokens: usize, remake_x: bool) -> (usize, usize) {
     let recipe = Recipe::builtin(recipe).unwrap();
     let cx = context(cuda, &recipe, 1, tokens);
-    let moe = Moe::new(&cx, &MoeSpec::new("mlp", shape, [0.02; 2])).unwrap();
-    let mut moe = Moe { keep_input: false, remake_x, ..moe };
+    let mut moe = Moe::new(&cx, &MoeSpec::new("mlp", shape, [0.02; 2])).unwrap();
+    (moe.routed.keep_input, moe.routed.remake_x) = (false, remake_x);
     moe.prepare(&cx).unwrap();
     let stream = Stream::new(11, Purpose::Data, 1, 0);
     let x = InitNormal { stream, first: 0, rows: tokens, cols: shape.d_model, std: 1.0 }.run(cuda).unwrap();

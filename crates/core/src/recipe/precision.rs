@@ -1,7 +1,7 @@
 //! The representation of a tensor, and the precisions of one kind of layer.
 
 use super::site::{From, LayerKind, Product, Site};
-use super::transform::Transform;
+use super::transform::{Signs, Transform};
 use crate::{DType, Result};
 use nibble_formats::{BlockAxis, Codec, Correction, DelayedScaling, Format, Rounding, ScaleRule, Scaling};
 use std::fmt;
@@ -307,5 +307,12 @@ impl Section {
     /// Whether any tensor has blocks. If a tensor has blocks, each group of rows is aligned to 128 rows.
     pub fn has_blocks(&self) -> bool {
         self.sites.iter().flatten().any(|p| p.format.is_block())
+    }
+
+    /// Whether any tensor's bits depend on the number of the step: by stochastic rounding, or by random signs that change from step to step.
+    pub fn depends_on_step(&self) -> bool {
+        let depends =
+            |p: &Precision| p.draws() || p.rht.is_some_and(|transform| transform.signs == Signs::Step);
+        self.sites.iter().flatten().any(depends)
     }
 }

@@ -1,12 +1,12 @@
 //! Typed allocations on the device, and the sources of their memory.
 
 use crate::device::arena::{Arena, ArenaBlock};
-use crate::device::kept::Kept;
+use crate::device::kept::{Block, Kept};
 use crate::device::{Device, PooledZeros};
 use crate::driver::{check, failed, named};
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
-use nibble_core::{Error, Lines, Result, check_range};
+use nibble_core::{Error, Lent, Lines, Result, check_range};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -31,12 +31,14 @@ struct Storage {
 
 /// Where the bytes of a buffer were allocated.
 enum Home {
-    /// Allocated from the pool when `born` recordings had finished.
-    Pool { born: u64 },
+    /// Allocated outside arenas when `born` recordings had finished; `None` once it is returned.
+    Pool { born: u64, block: Option<Block> },
     /// Allocated from an arena.
     Arena(#[expect(dead_code, reason = "kept, not read")] ArenaBlock),
     /// Part of zeroed words of the pool; `None` once they are returned.
     PooledZeros(Option<Arc<PooledZeros>>),
+    /// Memory of another owner.
+    Lent(Lent),
     /// Part of zeroed words of an arena, which live as long as this handle.
     ArenaZeros(#[expect(dead_code, reason = "kept, not read")] Arc<ArenaBlock>),
 }
@@ -50,9 +52,10 @@ impl Storage {
                 (block.address, Home::Arena(block))
             }
             None => {
-                let address = pooled(device, bytes, stream)?;
+                let block = pooled(device, bytes, stream)?;
                 device.count_live(bytes);
-                (address, Home::Pool { born: device.recordings().finished() })
+                let (address, born) = (block.address(), device.recordings().finished());
+                (address, Home::Pool { born, block: Some(block) })
             }
         };
         Ok(Self { address, bytes, home, device: device.clone() })
@@ -62,17 +65,19 @@ impl Storage {
 impl Drop for Storage {
     fn drop(&mut self) {
         match &mut self.home {
-            Home::Pool { born } => {
-                self.device.give_back(*born, Kept::Pooled { address: self.address, counted: self.bytes });
+            Home::Pool { born, block } => {
+                if let Some(block) = block.take() {
+                    self.device.give_back(*born, Kept::Pooled { block, counted: self.bytes });
+                }
             }
             Home::PooledZeros(words) => self.device.release_zeros(words.take()),
-            Home::Arena(_) | Home::ArenaZeros(_) => {}
+            Home::Arena(_) | Home::ArenaZeros(_) | Home::Lent(_) => {}
         }
     }
 }
 
-/// Allocates memory from the pool.
-fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<sys::CUdeviceptr> {
+/// Allocates memory from the allocator that was given with the device's stream or, if there is none, from the pool.
+fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<Block> {
     let call = || format!("cuMemAllocFromPoolAsync({bytes} bytes)");
     if device.recordings().is_under_way() {
         let why =
@@ -82,9 +87,12 @@ fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<sys::C
     // NCCL sends memory in whole words of four bytes. The driver does not allow empty allocations, so an empty buffer
     // gets one word.
     let whole = bytes.max(1).saturating_add(3) / 4 * 4;
+    if let Some(given) = device.given() {
+        return given.allocator.alloc(whole).map(Block::Given);
+    }
     // SAFETY: pool and stream live as long as the device.
     let address = unsafe { result::mem_pool::alloc_async(device.pool(), whole, stream) };
-    address.or_else(|error| match error.0 {
+    address.map(Block::Pool).or_else(|error| match error.0 {
         sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
             let (free, total) = result::mem_get_info().unwrap_or_default();
             let why = format!("of the device's {total} bytes {free} are free");
@@ -137,8 +145,8 @@ impl Device {
                 (first, Home::ArenaZeros(words))
             }
             // The pool's words were zeroed outside the recording. `filled` fails for pool memory while work is
-            // being recorded.
-            None if self.recordings().is_under_way() => return self.filled(len, 0),
+            // being recorded. In a capture of the stream's owner, it records the zeroing.
+            None if self.recordings().is_under_way() || self.is_captured()? => return self.filled(len, 0),
             None => {
                 let mut zeros = self.pooled_zeros();
                 let (words, used) = match zeros.take() {
@@ -146,9 +154,9 @@ impl Device {
                     spent => {
                         self.release_zeros(spent.map(|(words, _)| words));
                         let born = self.recordings().finished();
-                        let words = PooledZeros { address: pooled(self, bytes, stream)?, born };
+                        let words = PooledZeros { block: pooled(self, bytes, stream)?, born };
                         // SAFETY: the range is that of the allocation.
-                        let set = unsafe { result::memset_d8_async(words.address, 0, bytes, stream) };
+                        let set = unsafe { result::memset_d8_async(words.block.address(), 0, bytes, stream) };
                         let words = Arc::new(words);
                         if let Err(error) = named("cuMemsetD8Async", set) {
                             self.release_zeros(Some(words));
@@ -157,7 +165,7 @@ impl Device {
                         (words, 0)
                     }
                 };
-                let first = words.address + (used * size_of::<u64>()) as u64;
+                let first = words.block.address() + (used * size_of::<u64>()) as u64;
                 *zeros = Some((words.clone(), used + len));
                 (first, Home::PooledZeros(Some(words)))
             }
@@ -175,13 +183,24 @@ impl Device {
 
     /// Returns zeroed words to the pool after their last handle is dropped.
     fn release_zeros(&self, words: Option<Arc<PooledZeros>>) {
-        if let Some(PooledZeros { address, born }) = words.and_then(Arc::into_inner) {
-            self.give_back(born, Kept::Pooled { address, counted: 0 });
+        if let Some(PooledZeros { block, born }) = words.and_then(Arc::into_inner) {
+            self.give_back(born, Kept::Pooled { block, counted: 0 });
         }
     }
 
     fn pooled_zeros(&self) -> MutexGuard<'_, Option<(Arc<PooledZeros>, usize)>> {
         self.zeros().lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A buffer of memory that the device does not own. The memory's owner is dropped with the last handle of the buffer, and live bytes do
+    /// not count it. A recording of work on the buffer does not keep the memory alive.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the bytes are not a whole number of values of type `T`, or not aligned for them.
+    pub fn borrow<T: Pod>(&self, lent: Lent) -> Result<Buffer<T>> {
+        let (address, bytes, len) = (lent.address(), lent.bytes(), lent.len_of::<T>()?);
+        let storage = Storage { address, bytes, home: Home::Lent(lent), device: self.clone() };
+        Ok(Buffer { address, len, storage: Arc::new(storage), element: PhantomData })
     }
 
     /// Allocates a buffer and sets every byte to `byte`, which is 0 or a value that makes reads of unwritten memory visible.
@@ -255,13 +274,17 @@ impl<T: Pod> Buffer<T> {
         if !bytes.is_multiple_of(each) {
             return Err(Error::shape("reinterpret", "bytes", bytes, format!("a multiple of {each}")));
         }
+        if let Home::Lent(lent) = &self.storage.home {
+            lent.len_of::<U>()?;
+        }
         let storage = self.storage.clone();
         Ok(Buffer { address: self.address, len: bytes / each, storage, element: PhantomData })
     }
 
-    /// Whether no other handle shares these bytes.
+    /// Whether no other handle shares these bytes, and their owner lets this handle write to them.
     pub(crate) fn is_sole(&mut self) -> bool {
-        Arc::get_mut(&mut self.storage).is_some()
+        let may_write = |home: &Home| !matches!(home, Home::Lent(lent) if !lent.is_writable());
+        Arc::get_mut(&mut self.storage).is_some_and(|storage| may_write(&storage.home))
     }
 
     /// Sets every byte to `byte`, after all work issued so far.

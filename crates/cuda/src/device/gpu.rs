@@ -1,7 +1,8 @@
 //! An opened GPU without its kernels: context, streams, a memory pool that frees in the order of the first stream, and memory
-//! statistics.
+//! statistics. The first stream and the memory of buffers may be those of another library ([`Given`]).
 
-use crate::device::kept::{Kept, Recordings};
+use crate::device::given::Given;
+use crate::device::kept::{Block, Kept, Recordings};
 use crate::driver::{failed, named};
 use crate::probe::GpuInfo;
 use cudarc::driver::{result, sys};
@@ -18,6 +19,8 @@ pub(crate) struct Gpu {
     /// The second stream, for copies to the host.
     pub copies: sys::CUstream,
     pub pool: sys::CUmemoryPool,
+    /// The owner of the first stream and of the memory of buffers, if these are another library's.
+    pub given: Option<Given>,
     pub recordings: Recordings,
     /// The size of the device memory, and the number of bytes that other processes used when the device was opened.
     pub room: Option<Room>,
@@ -32,8 +35,8 @@ unsafe impl Send for Gpu {}
 unsafe impl Sync for Gpu {}
 
 impl Gpu {
-    /// Opens the GPU, and makes its context current on this thread.
-    pub fn open(info: GpuInfo) -> Result<Self> {
+    /// Opens the GPU, and makes its context current on this thread. If `given` is `None`, the first stream is a new one.
+    pub fn open(info: GpuInfo, given: Option<Given>) -> Result<Self> {
         let device = named("cuDeviceGet", result::device::get(info.ordinal as i32))?;
         // SAFETY: the driver returned `device`. The context is made current before any object is created in it, and
         // `drop` releases all objects in reverse order.
@@ -41,15 +44,29 @@ impl Gpu {
             let context = named("cuDevicePrimaryCtxRetain", result::primary_ctx::retain(device))?;
             let stream =
                 || named("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking));
-            let made = named("cuCtxSetCurrent", result::ctx::set_current(context))
-                .and_then(|()| Ok((stream()?, stream()?, create_pool(info.ordinal)?)));
+            let made = named("cuCtxSetCurrent", result::ctx::set_current(context)).and_then(|()| {
+                let first = given.as_ref().map_or_else(stream, |given| Ok(given.stream()))?;
+                Ok((first, stream()?, create_pool(info.ordinal)?))
+            });
             let (stream, copies, pool) = made.inspect_err(|_| {
                 // The first error is the one that is reported.
                 let _ = result::primary_ctx::release(device);
             })?;
             let (live_bytes, peak_bytes) = (AtomicUsize::new(0), AtomicUsize::new(0));
             let (recordings, room) = (Recordings::default(), room());
-            Ok(Self { info, device, context, stream, copies, pool, recordings, room, live_bytes, peak_bytes })
+            Ok(Self {
+                info,
+                device,
+                context,
+                stream,
+                copies,
+                pool,
+                given,
+                recordings,
+                room,
+                live_bytes,
+                peak_bytes,
+            })
         }
     }
 
@@ -117,11 +134,14 @@ impl Gpu {
         // A failure means that the context is lost, and so is the memory.
         let Ok(stream) = self.stream() else { return };
         match kept {
-            Kept::Pooled { address, counted } => {
+            Kept::Pooled { block, counted } => {
                 self.uncount_live(counted);
-                // SAFETY: the memory was allocated from this device's pool and is freed once, after all issued work
-                // that may use it.
-                let _ = unsafe { result::free_async(address, stream) };
+                match block {
+                    // SAFETY: the memory was allocated from this device's pool and is freed once, after all issued work
+                    // that may use it.
+                    Block::Pool(address) => drop(unsafe { result::free_async(address, stream) }),
+                    Block::Given(memory) => drop(memory),
+                }
             }
             Kept::Mapping(mapping) => {
                 if self.synchronize().is_ok() {
@@ -144,7 +164,9 @@ impl Drop for Gpu {
             let _ = result::stream::synchronize(self.copies);
             let _ = result::mem_pool::destroy(self.pool);
             let _ = result::stream::destroy(self.copies);
-            let _ = result::stream::destroy(self.stream);
+            if self.given.is_none() {
+                let _ = result::stream::destroy(self.stream);
+            }
             let _ = result::primary_ctx::release(self.device);
         }
     }

@@ -2,13 +2,31 @@
 
 use crate::device::mapping::Mapping;
 use crate::driver::failed;
-use nibble_core::Result;
+use nibble_core::{Lent, Result};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Memory outside arenas.
+pub(crate) enum Block {
+    /// Memory of the device's pool, by its address.
+    Pool(u64),
+    /// Memory of the allocator that was given with the device's stream.
+    Given(Lent),
+}
+
+impl Block {
+    /// The address of the first byte.
+    pub fn address(&self) -> u64 {
+        match self {
+            Self::Pool(address) => *address,
+            Self::Given(memory) => memory.address(),
+        }
+    }
+}
 
 /// Memory without a handle that a recording may still use.
 pub(crate) enum Kept {
-    /// Memory of the pool, of which `counted` bytes are counted as live.
-    Pooled { address: u64, counted: usize },
+    /// Memory outside arenas, of which `counted` bytes are counted as live.
+    Pooled { block: Block, counted: usize },
     /// An arena's mapping.
     Mapping(Mapping),
 }
@@ -104,12 +122,12 @@ mod tests {
     use super::*;
 
     fn pooled(address: u64) -> Kept {
-        Kept::Pooled { address, counted: 0 }
+        Kept::Pooled { block: Block::Pool(address), counted: 0 }
     }
 
     fn addresses(kept: Vec<Kept>) -> Vec<u64> {
         let address = |kept| match kept {
-            Kept::Pooled { address, .. } => address,
+            Kept::Pooled { block, .. } => block.address(),
             Kept::Mapping(_) => unreachable!("this test has no arenas"),
         };
         kept.into_iter().map(address).collect()

@@ -10,6 +10,7 @@ pub mod buf;
 pub mod buffer;
 pub mod download;
 pub(crate) mod event;
+pub mod given;
 pub(crate) mod gpu;
 pub(crate) mod kept;
 mod landing;
@@ -22,8 +23,9 @@ pub use crate::device::event::Event;
 
 use crate::compile::jit::{Cubin, Jit, KernelSpec};
 use crate::device::arena::{Entered, UsedArenas};
+use crate::device::given::Given;
 use crate::device::gpu::Gpu;
-use crate::device::kept::{Kept, Recordings};
+use crate::device::kept::{Block, Kept, Recordings};
 use crate::device::landing::Landing;
 use crate::device::staging::Staging;
 use crate::driver::{check, failed, named};
@@ -42,11 +44,10 @@ pub struct Device {
 }
 
 struct Inner {
+    /// Dropped before the GPU, which keeps their context.
+    modules: Arc<Modules>,
     gpu: Arc<Gpu>,
     jit: Arc<Jit>,
-    /// Loaded kernels by instance and not by content key, because computing the key takes longer than a launch, and
-    /// sources do not change while a device is open.
-    modules: Mutex<HashMap<KernelSpec, Arc<Module>>>,
     /// Zeroed words of the pool, from which counters are allocated.
     zeros: Mutex<Option<(Arc<PooledZeros>, usize)>>,
     /// Pinned memory for copies; the first copy allocates it.
@@ -61,10 +62,25 @@ struct Inner {
     launches: Mutex<Option<Launches>>,
 }
 
+/// Loaded kernels by instance and not by content key, because computing the key takes longer than a launch, and sources do not change
+/// while a device is open. Devices that were opened from one another share them.
+#[derive(Default)]
+struct Modules(Mutex<HashMap<KernelSpec, Arc<Module>>>);
+
+impl Drop for Modules {
+    fn drop(&mut self) {
+        for (_, module) in self.0.get_mut().unwrap_or_else(PoisonError::into_inner).drain() {
+            // SAFETY: the last device that shared the kernels has drained its stream, as the others did before, and its context is
+            // current. An error here cannot be reported.
+            let _ = unsafe { result::module::unload(module.module) };
+        }
+    }
+}
+
 /// Zeroed words of the pool. `PooledZeros` contains no handle of the device, because the device
 /// contains it.
 pub(crate) struct PooledZeros {
-    pub address: sys::CUdeviceptr,
+    pub block: Block,
     /// The number of recordings that had finished when the words were allocated.
     pub born: u64,
 }
@@ -114,6 +130,19 @@ impl Device {
 
     /// Opens a GPU with this compiler. An error says what is missing: the driver, the GPU, or compute capability 9.0.
     pub fn with_jit(ordinal: usize, jit: impl Into<Arc<Jit>>) -> Result<Self> {
+        Self::opened(ordinal, None, jit.into(), Arc::default())
+    }
+
+    /// Opens a GPU for work on a stream of another library in this process, among that library's work. Buffers outside arenas are the
+    /// allocator's memory.
+    ///
+    /// # Errors
+    /// The errors of [`Device::with_jit`].
+    pub fn on_stream(ordinal: usize, given: Given, jit: impl Into<Arc<Jit>>) -> Result<Self> {
+        Self::opened(ordinal, Some(given), jit.into(), Arc::default())
+    }
+
+    fn opened(ordinal: usize, given: Option<Given>, jit: Arc<Jit>, modules: Arc<Modules>) -> Result<Self> {
         let found = crate::probe();
         found.driver.as_ref().map_err(|why| failed("Device::open", why))?;
         let info = found.gpus.iter().find(|gpu| gpu.ordinal == ordinal).cloned();
@@ -128,9 +157,9 @@ impl Device {
             ));
         }
         let inner = Inner {
-            gpu: Arc::new(Gpu::open(info)?),
-            jit: jit.into(),
-            modules: Mutex::default(),
+            modules,
+            gpu: Arc::new(Gpu::open(info, given)?),
+            jit,
             zeros: Mutex::default(),
             staging: Mutex::default(),
             landings: Mutex::default(),
@@ -142,10 +171,18 @@ impl Device {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Opens the same GPU again, with separate streams and a separate memory pool. The old and the new device share compiled kernels. The
+    /// Opens the same GPU again, with separate streams and a separate memory pool. The old and the new device share loaded kernels. The
     /// context belongs to the process, so an error that corrupts the context affects both.
     pub fn reopened(&self) -> Result<Self> {
-        Self::with_jit(self.info().ordinal, self.inner.jit.clone())
+        Self::opened(self.info().ordinal, None, self.inner.jit.clone(), self.inner.modules.clone())
+    }
+
+    /// Opens the same GPU again on another stream, as [`Device::on_stream`] does. The old and the new device share loaded kernels.
+    ///
+    /// # Errors
+    /// The errors of [`Device::with_jit`].
+    pub fn reopened_on(&self, given: Given) -> Result<Self> {
+        Self::opened(self.info().ordinal, Some(given), self.inner.jit.clone(), self.inner.modules.clone())
     }
 
     /// Properties of the GPU.
@@ -195,6 +232,16 @@ impl Device {
     /// The opened GPU, which arenas keep alive.
     pub(crate) fn gpu(&self) -> &Arc<Gpu> {
         &self.inner.gpu
+    }
+
+    /// The owner of the first stream and of the memory of buffers, if these are another library's.
+    pub(crate) fn given(&self) -> Option<&Given> {
+        self.inner.gpu.given.as_ref()
+    }
+
+    /// Whether another library that owns the first stream is capturing its work. The context must be current.
+    pub(crate) fn is_captured(&self) -> Result<bool> {
+        self.given().map_or(Ok(false), Given::is_capturing)
     }
 
     pub(crate) fn pool(&self) -> sys::CUmemoryPool {
@@ -299,7 +346,7 @@ impl Device {
     /// is compiled again once.
     pub(crate) fn module(&self, spec: &KernelSpec) -> Result<Arc<Module>> {
         self.inner.gpu.bind()?;
-        let mut modules = self.inner.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut modules = self.inner.modules.0.lock().unwrap_or_else(PoisonError::into_inner);
         match modules.get(spec) {
             Some(module) => Ok(module.clone()),
             None => {
@@ -322,20 +369,19 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // An error here cannot be reported: the process is exiting or the device is lost.
         let Ok(stream) = self.gpu.stream() else { return };
-        // SAFETY: the last handle is gone, and so is every buffer, event and kernel; the streams are drained first. The GPU itself
-        // is closed afterwards, or with the last arena.
+        // SAFETY: the last handle is gone, and so is every buffer and event; the streams are drained first. The kernels are unloaded and the
+        // GPU is closed afterwards, or with the last device that shares them and with the last arena.
         unsafe {
             let _ = result::stream::synchronize(stream);
             let _ = result::stream::synchronize(self.gpu.copies);
-            if let Some((words, _)) = self.zeros.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
-                let _ = result::free_async(words.address, stream);
-            }
-            self.landings.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
-            drop(self.staging.get_mut().unwrap_or_else(PoisonError::into_inner).take());
-            for (_, module) in self.modules.get_mut().unwrap_or_else(PoisonError::into_inner).drain() {
-                let _ = result::module::unload(module.module);
-            }
         }
+        if let Some((words, _)) = self.zeros.get_mut().unwrap_or_else(PoisonError::into_inner).take()
+            && let Some(PooledZeros { block, .. }) = Arc::into_inner(words)
+        {
+            self.gpu.free(Kept::Pooled { block, counted: 0 });
+        }
+        self.landings.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
+        drop(self.staging.get_mut().unwrap_or_else(PoisonError::into_inner).take());
     }
 }
 
