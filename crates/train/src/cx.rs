@@ -68,7 +68,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
     }
 
     /// A context for inference with an existing cache of layer plans.
-    pub(crate) fn under(
+    pub fn under(
         b: &'a B,
         mesh: Mesh<'a, B>,
         plans: Arc<LayerPlans>,

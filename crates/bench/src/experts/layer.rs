@@ -96,7 +96,8 @@ impl<'a, B: Kernels> Layer<'a, B> {
         let rows = |seed| normal(b, shape.tokens, shape.hidden, seed);
         let spec = MoeSpec::new(NAME, shape.moe(), [0.02; 2]);
         let timed = if shape.top_k > 0 {
-            let mut moe = Box::new(Moe { keep_input: false, remake_x, ..Moe::new(&cx, &spec)? });
+            let mut moe = Box::new(Moe::new(&cx, &spec)?);
+            (moe.routed.keep_input, moe.routed.remake_x) = (false, remake_x);
             moe.prepare(&cx)?;
             Timed::Moe { moe, x: rows(1)?, dy: rows(2)? }
         } else {

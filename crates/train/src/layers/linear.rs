@@ -42,6 +42,13 @@ pub struct LinearSaved<B: Kernels> {
     pub x: Operand<B>,
 }
 
+impl<B: Kernels> LinearSaved<B> {
+    /// The saved input of a layer of this name, for a backward pass whose forward pass ran elsewhere.
+    pub fn new(layer: &str, x: Operand<B>) -> Self {
+        Self { layer: layer.to_owned(), x }
+    }
+}
+
 impl<B: Kernels> Saved for LinearSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         ledger.operand(&self.layer, "x", &self.x);
@@ -87,7 +94,7 @@ impl<B: Kernels> Linear<B> {
         let plan = self.plan(cx);
         let x = Operand::Plain(x_tk.clone());
         let (fprop, saved) = cx.convert(self.name(), &x, &plan.linear()?.x, cx.groups_of(x_tk))?;
-        Ok((fprop, LinearSaved { layer: self.site().to_owned(), x: saved }))
+        Ok((fprop, LinearSaved::new(self.site(), saved)))
     }
 
     /// Fprop's operand alone, without a saved input.

@@ -6,7 +6,6 @@ use crate::convert::LayerName;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Gathering, Param, Wanted};
-
 use crate::spec::{ParamSpec, Part};
 use nibble_core::ops::{Emit, GroupedGemm, Swiglu, SwigluBackward};
 use nibble_core::recipe::{ExpertPlan, Layer, LayerKind, LayerPlan, Precision, WgradA};
@@ -61,6 +60,13 @@ pub struct WgradOperands<B: Kernels> {
     dh: Operand<B>,
     /// The experts' input in the saved form.
     x: Operand<B>,
+}
+
+impl<B: Kernels> ExpertsSaved<B> {
+    /// The saved activations of a layer of this name, for a backward pass whose forward pass ran elsewhere.
+    pub fn new(layer: &str, x: Option<Operand<B>>, h: Option<Operand<B>>, a: Option<Operand<B>>) -> Self {
+        Self { layer: layer.to_owned(), x, h, a }
+    }
 }
 
 impl<B: Kernels> Saved for ExpertsSaved<B> {
@@ -161,7 +167,7 @@ impl<B: Kernels> Experts<B> {
         })?;
         let h = self.keep_h.then(|| narrow_h.map_or(Operand::Plain(h_rf), Operand::Block));
         let a_kept = keeps_a.then_some(second);
-        Ok((a, ExpertsSaved { layer: self.name.clone(), x: kept, h, a: a_kept }))
+        Ok((a, ExpertsSaved::new(&self.name, kept, h, a_kept)))
     }
 
     fn first_product(&self, cx: &Cx<'_, B>, x_rd: &Operand<B>, plan: &ExchangePlan<B>) -> Result<Tensor<B>> {

@@ -177,7 +177,7 @@ fn expert_layer(recipe: &str, d_model: usize, ffn: usize, tokens: usize) -> Ledg
     let cx = cx(&cpu, &recipe, 1, tokens);
     let shape = MoeShape { d_model, ffn, experts: 1, top_k: 1, normalize: true, aux_coef: 0.0, z_coef: 0.0 };
     let mut moe = Moe::new(&cx, &MoeSpec::new("model.layers.0.mlp", shape, [0.02; 2])).unwrap();
-    moe.keep_input = false;
+    moe.routed.keep_input = false;
     moe.prepare(&cx).unwrap();
     let x = matrix(&cpu, "x", (tokens, d_model), DType::Bf16);
     cx.counted.borrow_mut().truncate(0);

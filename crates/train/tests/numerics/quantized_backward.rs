@@ -511,20 +511,20 @@ fn experts() {
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
         let section = recipe.section(LayerKind::Expert, "moe.experts", 0.0);
         let Scene { mut moe, plan, x_rd, dy_rd, .. } = scene(&cx, &section);
-        let (_, saved) = moe.experts.forward(&cx, x_rd, &plan).unwrap();
+        let (_, saved) = moe.routed.experts.forward(&cx, x_rd, &plan).unwrap();
         let kept_x = saved.x.clone().unwrap();
         for (site, kept) in [(Site::SavedX, &kept_x), (Site::SavedH, saved.h.as_ref().unwrap())] {
             assert_eq!(kept.format(), section.at(site).format, "{name}: {}", site.key());
         }
         let kept = (&kept_x, saved.h.as_ref().unwrap());
-        let want = experts_backward(&cx, name, &section, &moe.experts, kept, &dy_rd, &plan);
-        let (dx, dgate) = moe.experts.backward(&cx, saved, dy_rd, &plan).unwrap();
+        let want = experts_backward(&cx, name, &section, &moe.routed.experts, kept, &dy_rd, &plan);
+        let (dx, dgate) = moe.routed.experts.backward(&cx, saved, dy_rd, &plan).unwrap();
 
         assert_eq!(values(&cpu, &dx), values(&cpu, &want.dx), "{name}: the layer's dx is the one checked");
         assert_exact(&format!("{name}: dgate"), dgate.as_slice(), &want.dgate);
         let grad = |p: &Param<Cpu>| values(&cpu, p.grad().unwrap());
-        assert_exact(&format!("{name}: gate_up"), &grad(&moe.experts.gate_up), &want.gate_up);
-        assert_exact(&format!("{name}: down"), &grad(&moe.experts.down), &want.down);
+        assert_exact(&format!("{name}: gate_up"), &grad(&moe.routed.experts.gate_up), &want.gate_up);
+        assert_exact(&format!("{name}: down"), &grad(&moe.routed.experts.down), &want.down);
     }
 }
 
@@ -578,8 +578,9 @@ fn whole_mixture_of_experts() {
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
         let section = recipe.section(LayerKind::Expert, "moe.experts", 0.0);
         let Scene { mut moe, x, dy, plan, x_rd, dy_rd } = scene(&cx, &section);
-        let mut experts = moe.experts.clone();
-        let mut forgetful = Moe { remake_x: true, ..moe.clone() };
+        let mut experts = moe.routed.experts.clone();
+        let mut forgetful = moe.clone();
+        forgetful.routed.remake_x = true;
         let (_, saved) = moe.forward(&cx, x.clone()).unwrap();
         let dx = moe.backward(&cx, saved, dy.clone()).unwrap();
 
@@ -602,8 +603,8 @@ fn whole_mixture_of_experts() {
         let (_, saved) = experts.forward(&cx, x_rd, &plan).unwrap();
         let (dx_rd, dgate_r) = experts.backward(&cx, saved, dy_rd, &plan).unwrap();
         let grad = |p: &Param<Cpu>| values(&cpu, p.grad().unwrap());
-        assert_eq!(grad(&moe.experts.gate_up), grad(&experts.gate_up), "{name}: gate_up");
-        assert_eq!(grad(&moe.experts.down), grad(&experts.down), "{name}: down");
+        assert_eq!(grad(&moe.routed.experts.gate_up), grad(&experts.gate_up), "{name}: gate_up");
+        assert_eq!(grad(&moe.routed.experts.down), grad(&experts.down), "{name}: down");
 
         // The router, from the gate gradients brought back to their slots.
         let routing = moe.router.forward(&cx, &x).unwrap().routing;

@@ -89,7 +89,7 @@ fn a_token_gets_the_sum_of_its_dequantized_rows() {
         let exchange = Exchange::new(&cx, shape.experts, shape.top_k);
         let plan = exchange.plan(&moe.router.forward(&cx, &x).unwrap().routing, 128).unwrap();
         let x_rd = exchange.dispatch(&plan, &Operand::Plain(x)).unwrap();
-        let (y_rd, _) = moe.experts.forward(&cx, x_rd, &plan).unwrap();
+        let (y_rd, _) = moe.routed.experts.forward(&cx, x_rd, &plan).unwrap();
         let y_rd = y_rd.to_f32_vec(&cpu).unwrap();
         let codec = section.at(Site::CombineFwd).codec().unwrap();
         let sent = |slot: usize| -> Vec<f32> {

@@ -479,7 +479,7 @@ fn a_weight_that_is_not_a_number_on_one_rank_stops_every_rank_and_is_named() {
         trainer.train_step().unwrap();
         if Comm::<Cpu>::rank(&comm) == 1 {
             let Feed::Experts { moe, .. } = &mut trainer.model().blocks[1].feed else { panic!("no experts") };
-            let down = &mut moe.experts.down;
+            let down = &mut moe.routed.experts.down;
             let mut values = down.master.to_f32_vec(&cpu).unwrap();
             values[5] = f32::NAN;
             let (rows, cols) = down.master.shape();
