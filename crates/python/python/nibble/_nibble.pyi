@@ -1,0 +1,91 @@
+"""The native part: functions of tensors and plain values. Use ``nibble.torch``, which checks, documents and differentiates them."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+__version__: str
+
+#: Codes, scales, tensor scale, name of the scale rule, counts of blocks.
+_Parts = tuple[Tensor, Tensor, Tensor | None, str, Tensor]
+#: Name, element type and shape of a saved tensor.
+_Saved = list[tuple[str, str, list[int]]]
+
+def use_tensors_of(tensor: type[Tensor]) -> None: ...
+def formats() -> list[str]: ...
+def quantize(
+    x: Tensor,
+    format: str,
+    axis: str = "row",
+    scale: str | None = None,
+    rounding: str | None = None,
+    seed: int = 0,
+    step: int = 0,
+    name: str = "x",
+) -> _Parts: ...
+def dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    tensor_scale: Tensor | None,
+    shape: Sequence[int],
+    format: str,
+    axis: str = "row",
+    scale: str | None = None,
+    dtype: str = "float32",
+) -> Tensor: ...
+def transcode(
+    codes: Tensor,
+    scales: Tensor,
+    tensor_scale: Tensor | None,
+    shape: Sequence[int],
+    format: str,
+    to: str,
+    axis: str = "row",
+    scale: str | None = None,
+    to_scale: str | None = None,
+) -> _Parts: ...
+def recipe_names() -> list[str]: ...
+def recipe_text(recipe: str) -> str: ...
+def explain(recipe: str, kind: str, name: str) -> list[tuple[str, str]]: ...
+def layer_needs(recipe: str, kind: str, name: str) -> tuple[int, bool]: ...
+def linear_saved(recipe: str, name: str, sizes: tuple[int, int, int], dtype: str, gpu: bool) -> _Saved: ...
+def linear_supported(recipe: str, name: str, sizes: tuple[int, int, int]) -> None: ...
+def linear_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, time: Tensor | None, recipe: str, name: str, seed: int
+) -> tuple[Tensor, list[Tensor]]: ...
+def linear_backward(
+    saved: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    dy: Tensor,
+    time: Tensor | None,
+    recipe: str,
+    name: str,
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor | None]: ...
+def experts_saved(
+    recipe: str, name: str, sizes: tuple[int, int, int, int, int], dtype: str, gpu: bool
+) -> _Saved: ...
+def experts_forward(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert: Tensor,
+    gate: Tensor,
+    time: Tensor | None,
+    recipe: str,
+    name: str,
+    seed: int,
+) -> tuple[Tensor, list[Tensor]]: ...
+def experts_backward(
+    saved: Sequence[Tensor],
+    gate_up: Tensor,
+    down: Tensor,
+    expert: Tensor,
+    gate: Tensor,
+    dy: Tensor,
+    time: Tensor | None,
+    recipe: str,
+    name: str,
+    seed: int,
+) -> list[Tensor]: ...

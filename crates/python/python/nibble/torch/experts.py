@@ -1,0 +1,135 @@
+"""Mixture-of-experts under a recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from nibble.torch import _ops
+from nibble.torch.linear import in_autocast_type, needs
+from nibble.torch.random import RandomBits
+from torch import Tensor
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        expert: Tensor,
+        gate: Tensor,
+        time: Tensor | None,
+        recipe: str,
+        name: str,
+        seed: int,
+    ) -> Tensor:
+        y, *saved = torch.ops.nibble.experts.default(x, gate_up, down, expert, gate, time, recipe, name, seed)
+        ctx.save_for_backward(gate_up, down, expert, gate, time, *saved)
+        ctx.of_layer = (recipe, name, seed)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, down, expert, gate, time, *saved = ctx.saved_tensors
+        dx, dgate_up, ddown, dgate = torch.ops.nibble.experts_backward.default(
+            saved, gate_up, down, expert, gate, dy.contiguous(), time, *ctx.of_layer
+        )
+        return dx, dgate_up, ddown, None, dgate, None, None, None, None
+
+
+def experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert: Tensor,
+    gate: Tensor,
+    *,
+    recipe: str,
+    name: str = "experts",
+    random_bits: RandomBits | None = None,
+) -> Tensor:
+    """The experts of a layer under a recipe, with SwiGLU: each token goes to its experts, and their outputs are summed with the gate weights.
+
+    Args:
+        x: ``[..., d_model]``, float32 or bfloat16.
+        gate_up: ``[experts, 2 * ffn, d_model]``; the rows of an expert's gate projection precede those of its up projection.
+        down: ``[experts, d_model, ffn]``.
+        expert: integer ``[..., top_k]``: the experts of each token.
+        gate: ``[..., top_k]``: their weights. They have a gradient.
+        recipe: name of a recipe, or path of a TOML file.
+        name: the layer's name, by which a recipe's overrides select it, and on which random bits depend.
+        random_bits: seed and step of stochastic rounding.
+
+    Returns:
+        ``[..., d_model]`` in the type of ``x``. The backward pass reads what the recipe saves instead of ``x``.
+
+    Raises:
+        ValueError: for a shape or a recipe that does not fit; the message names it.
+        NotImplementedError: if the recipe's formats do not support these widths.
+    """
+    x = in_autocast_type(x)
+    _, depends_on_step = needs(recipe, "expert", name)
+    top_k = expert.shape[-1]
+    time = random_bits.time(x.device) if random_bits is not None and depends_on_step else None
+    y = _Experts.apply(
+        x.reshape(-1, x.shape[-1]).contiguous(),
+        gate_up.contiguous(),
+        down.contiguous(),
+        expert.reshape(-1, top_k).to(torch.int32).contiguous(),
+        gate.reshape(-1, top_k).to(torch.float32).contiguous(),
+        time,
+        recipe,
+        name,
+        0 if random_bits is None else random_bits.seed,
+    )
+    return y.reshape(x.shape)
+
+
+class Experts(torch.nn.Module):
+    """The experts of a layer under a recipe.
+
+    Parameters are ``gate_up_proj`` ``[experts, 2 * ffn, d_model]`` and ``down_proj`` ``[experts, d_model, ffn]``, as in ``transformers``.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        d_model: int,
+        ffn: int,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        recipe: str,
+        layer_name: str = "experts",
+        random_bits: RandomBits | None = None,
+    ) -> None:
+        super().__init__()
+        needs(recipe, "expert", layer_name)  # A mistake in the recipe is told here and not in the first step.
+        self.gate_up_proj = torch.nn.Parameter(torch.empty(num_experts, 2 * ffn, d_model, device=device, dtype=dtype))
+        self.down_proj = torch.nn.Parameter(torch.empty(num_experts, d_model, ffn, device=device, dtype=dtype))
+        self.recipe, self.layer_name, self.random_bits = recipe, layer_name, random_bits or RandomBits()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights from a normal distribution of standard deviation 0.02."""
+        for weight in (self.gate_up_proj, self.down_proj):
+            torch.nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: Tensor, expert: Tensor, gate: Tensor) -> Tensor:
+        """``x`` ``[..., d_model]``, ``expert`` and ``gate`` ``[..., top_k]``; returns ``[..., d_model]``."""
+        return experts(
+            x,
+            self.gate_up_proj,
+            self.down_proj,
+            expert,
+            gate,
+            recipe=self.recipe,
+            name=self.layer_name,
+            random_bits=self.random_bits,
+        )
+
+    def extra_repr(self) -> str:
+        num_experts, d_model, ffn = self.down_proj.shape
+        return f"num_experts={num_experts}, d_model={d_model}, ffn={ffn}, recipe={self.recipe!r}"

@@ -1,0 +1,127 @@
+//! What the layers share: the context of a pass, and the checks of arguments.
+
+use crate::dlpack::Foreign;
+use crate::element::Element;
+use crate::place::Home;
+use crate::recipes::{self, or_raised};
+use crate::saved::Shape;
+use nibble_core::ops::Cast;
+use nibble_core::recipe::{Layer as Name, LayerKind};
+use nibble_core::{DType, DeviceKind, Error, Kernels, Mesh, Result, SoloComm, Tensor};
+use nibble_train::cx::Cx;
+use nibble_train::layer_plans::LayerPlans;
+use nibble_train::param::Param;
+use nibble_train::shards::Shards;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// The types of inputs, weights and gradients.
+pub const FLOATS: [Element; 2] = [Element::F32, Element::Bf16];
+
+/// A layer under a recipe: what decides its bits besides its tensors.
+pub struct Call {
+    /// The plans of the recipe's layers.
+    pub plans: Arc<LayerPlans>,
+    /// The layer's name, by which overrides of the recipe select it, and on which random bits depend.
+    pub name: String,
+    kind: LayerKind,
+    seed: u64,
+}
+
+impl Call {
+    /// # Errors
+    /// The errors of [`recipes::plans`] and [`recipes::check`].
+    pub fn new(
+        (recipe, name, activations): (&str, &str, Element),
+        kind: LayerKind,
+        seed: u64,
+    ) -> PyResult<Self> {
+        let plans = recipes::plans(recipe, activations)?;
+        recipes::check(&plans)?;
+        Ok(Self { plans, name: name.to_owned(), kind, seed })
+    }
+
+    /// The layer as recipes know it.
+    pub fn layer(&self) -> Name {
+        Name::new(self.kind, &self.name)
+    }
+
+    /// The context of a pass over this many rows. `clock` is the buffer of the step's number, on which random bits depend.
+    ///
+    /// # Errors
+    /// The errors of the backend.
+    pub fn cx<'a, B: Kernels>(&self, b: &'a B, rows: usize, clock: Option<B::Buf<u32>>) -> Result<Cx<'a, B>> {
+        let shards = Shards::new(b, 1, rows, 0)?;
+        let cx = Cx::under(b, Mesh::new(&SoloComm), self.plans.clone(), shards, 0.0);
+        Ok(Cx { training: true, seed: self.seed, clock, ..cx })
+    }
+}
+
+/// The operands that a layer saves, found once for each layer and its sizes.
+pub type Operands = Arc<Vec<Option<Shape>>>;
+
+/// The plans' address, which stands for the recipe, since plans are never dropped; the layer; whether it is on a GPU; its sizes.
+type Key = (usize, String, bool, Vec<usize>);
+
+static KNOWN: OnceLock<Mutex<HashMap<Key, Operands>>> = OnceLock::new();
+
+impl Call {
+    /// The operands that the forward pass saves: those that `find` finds by running it on a backend without memory, the first time.
+    ///
+    /// # Errors
+    /// The errors of `find`.
+    pub fn saves(
+        &self,
+        kind: DeviceKind,
+        sizes: &[usize],
+        find: impl FnOnce() -> Result<Vec<Option<Shape>>>,
+    ) -> PyResult<Operands> {
+        let key =
+            (Arc::as_ptr(&self.plans) as usize, self.name.clone(), kind == DeviceKind::Gpu, sizes.to_vec());
+        let mut known = KNOWN.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = known.get(&key) {
+            return Ok(found.clone());
+        }
+        let found = Arc::new(or_raised(find())?);
+        known.insert(key, found.clone());
+        Ok(found)
+    }
+}
+
+/// The buffer of the step's number.
+///
+/// # Errors
+/// The errors of [`Home::borrow`].
+pub fn clock<B: Home>(b: &B, time: Option<Foreign>) -> Result<Option<B::Buf<u32>>> {
+    time.map(|time| b.borrow(time.lent())).transpose()
+}
+
+/// The tensor in another type, or itself. A recipe may send rows in another type than that of activations.
+///
+/// # Errors
+/// The errors of the backend.
+pub fn cast<B: Kernels>(b: &B, x: Tensor<B>, dtype: DType) -> Result<Tensor<B>> {
+    if x.dtype() == dtype { Ok(x) } else { Cast { x: &x, dtype }.run(b) }
+}
+
+/// The lengths of a tensor's `N` dimensions.
+///
+/// # Errors
+/// `ValueError`, which names the argument, for another number of dimensions.
+pub fn dims<const N: usize>(x: &Foreign, argument: &str) -> PyResult<[usize; N]> {
+    let shape = x.shape();
+    <[i64; N]>::try_from(shape).map(|dims| dims.map(|dim| dim as usize)).map_err(|_| {
+        PyValueError::new_err(format!("`{argument}` has shape {shape:?}, expected {N} dimensions"))
+    })
+}
+
+/// The gradient that a backward pass has written.
+///
+/// # Errors
+/// [`Error::Defect`] if there is none.
+pub fn gradient<B: Kernels>(param: &Param<B>) -> Result<Tensor<B>> {
+    let missing = Error::Defect { place: "layer", what: "a backward pass wrote no gradient" };
+    param.grad().cloned().ok_or(missing)
+}

@@ -1,0 +1,232 @@
+"""Layers: gradients, saved bytes, and PyTorch's own machinery around them."""
+
+import copy
+
+import nibble.torch as nt
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+#: Recipes that need a run: their scales come from earlier steps, or they change during the steps.
+OF_A_RUN = ("fp8-delayed", "nvfp4-nvidia")
+RECIPES = [recipe for recipe in nt.recipes() if recipe not in OF_A_RUN]
+#: One of each kind: plain, FP8, stored in four bits, stochastic rounding, random signs.
+SOME = ("bf16", "fp8-flow", "mxfp4-hopper", "nvfp4", "ablation-mxfp4-sr-rht-tf")
+
+
+def error(got, want):
+    """Relative L2 error."""
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm())
+
+
+def mlp(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 128)).to(dtype)
+
+
+def results(model, x, run=None):
+    """Output and all gradients."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = (run or model)(x)
+    y.float().pow(2).sum().backward()
+    return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def routed(x, gate_up, down, expert, gate):
+    """The definition of the experts."""
+    y = torch.zeros_like(x)
+    for e in range(gate_up.shape[0]):
+        token, slot = (expert == e).nonzero(as_tuple=True)
+        g, u = F.linear(x[token], gate_up[e]).chunk(2, -1)
+        y = y.index_add(0, token, F.linear(F.silu(g) * u, down[e]) * gate[token, slot].unsqueeze(1))
+    return y
+
+
+def expert_layer(dtype, tokens=100, d=128, ffn=256, experts=8, top_k=2):
+    torch.manual_seed(0)
+    gate, expert = torch.randn(tokens, experts).softmax(-1).topk(top_k)
+    weights = [0.1 * torch.randn(experts, 2 * ffn, d), 0.1 * torch.randn(experts, d, ffn)]
+    x, gate_up, down = (w.to(dtype).requires_grad_() for w in (torch.randn(tokens, d), *weights))
+    return x, gate_up, down, expert, gate.clone().requires_grad_()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_are_those_of_the_product_within_the_formats_error(recipe):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(256, 384).bfloat16()
+    x, w = torch.randn(128, 256), torch.randn(128, 384)
+    got = nt.Linear.of(linear, recipe=recipe, layer_name="x", random_bits=nt.RandomBits(3))
+    a = x.bfloat16().requires_grad_()
+    y = got(a)
+    (y.float() * w).sum().backward()
+    wide = copy.deepcopy(linear).double()
+    b = a.detach().double().requires_grad_()
+    z = wide(b)
+    (z * w).sum().backward()
+    bound = 0.003 if recipe == "f32" else 0.01 if recipe == "bf16" else 0.25
+    for gotten, wanted in [(y, z), (a.grad, b.grad), (linear.weight.grad, wide.weight.grad)]:
+        assert error(gotten, wanted) < bound
+    assert error(linear.bias.grad, wide.bias.grad) < 0.003
+    assert linear.weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", SOME)
+def test_experts_are_their_definition_within_the_formats_error(recipe, dtype):
+    inputs = expert_layer(dtype)
+    w = torch.randn(100, 128)
+    wanted = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    floats = [0, 1, 2, 4]
+    y, z = nt.experts(*inputs, recipe=recipe), routed(*wanted)
+    got = torch.autograd.grad((y.float() * w).sum(), [inputs[i] for i in floats])
+    want = torch.autograd.grad((z * w).sum(), [wanted[i] for i in floats])
+    bound = 0.008 if recipe == "bf16" else 0.45
+    for a, b in [(y, z), *zip(got, want, strict=True)]:
+        assert error(a, b) < bound
+    assert [g.dtype for g in got] == [dtype, dtype, dtype, torch.float32]
+
+
+def test_gradients_are_exact_in_f32():
+    inputs = expert_layer(torch.float32, tokens=37)
+    wanted = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    floats = [0, 1, 2, 4]
+    got = torch.autograd.grad(nt.experts(*inputs, recipe="f32").pow(2).sum(), [inputs[i] for i in floats])
+    want = torch.autograd.grad(routed(*wanted).pow(2).sum(), [wanted[i] for i in floats])
+    assert all(error(a, b) < 2e-6 for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("recipe", SOME)
+def test_what_is_saved_is_what_the_recipe_says(recipe):
+    model = torch.nn.Sequential(nt.Linear(256, 128, dtype=torch.bfloat16, recipe=recipe))
+    x = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
+    with nt.ledger(model) as saved:
+        model(x)
+    bits = {"bf16": 16, "fp8-flow": 8 + 8 / 128, "mxfp4-hopper": 4 + 8 / 32, "nvfp4": 4 + 8 / 16 + 32 / 256}
+    wanted = x.numel() * bits.get(recipe, 4 + 8 / 32) / 8
+    # A recipe whose bits depend on the step also keeps its number, four bytes.
+    assert saved.of("0") - wanted in (0, 4)
+    assert saved.bytes == saved.of("0")
+
+
+@pytest.mark.parametrize("recipe", SOME)
+def test_operators_keep_the_rules_of_pytorch(recipe):
+    x, weight, bias = torch.randn(128, 256).bfloat16(), torch.randn(384, 256), torch.randn(384)
+    linear = (x, weight, bias, None, recipe, "x", 0)
+    opcheck(torch.ops.nibble.linear.default, linear)
+    saved = torch.ops.nibble.linear.default(*linear)[1:] or [x]
+    dy = torch.randn(128, 384).bfloat16()
+    opcheck(torch.ops.nibble.linear_backward.default, (saved, weight, bias, dy, None, recipe, "x", 0))
+    x, gate_up, down, expert, gate = (a.detach() for a in expert_layer(torch.bfloat16))
+    layer = (gate_up, down, expert.int(), gate)
+    opcheck(torch.ops.nibble.experts.default, (x, *layer, None, recipe, "x", 0))
+    saved = torch.ops.nibble.experts.default(x, *layer, None, recipe, "x", 0)[1:]
+    opcheck(torch.ops.nibble.experts_backward.default, (saved, *layer, torch.randn_like(x), None, recipe, "x", 0))
+
+
+@pytest.mark.parametrize("recipe", SOME)
+def test_checkpointing_compiling_and_repeating_give_the_same_bits(recipe):
+    model = nt.convert(mlp(), recipe)
+    x = torch.randn(4, 30, 256).bfloat16()
+    bits = nt.random_bits(model)
+
+    def at_step(run):
+        bits.set(5)
+        return results(model, x, run)
+
+    once = at_step(model)
+    assert equal(once, at_step(model))
+    assert equal(once, at_step(lambda x: checkpoint(model, x, use_reentrant=False)))
+    assert bits.step == 6
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert equal(once, at_step(compiled))
+    model.eval()
+    with torch.no_grad():
+        bits.set(6)
+        assert torch.equal(model(x), once[0])
+
+
+def test_random_bits_go_on_after_a_restart():
+    model, x = nt.convert(mlp(), "ablation-mxfp4-sr-rht-tf", seed=7), torch.randn(128, 256).bfloat16()
+    first = results(model, x)
+    state = copy.deepcopy((model.state_dict(), nt.random_bits(model).state_dict()))
+    second = results(model, x)
+    assert not equal(first, second), "each step draws its own bits"
+    again = nt.convert(mlp(), "ablation-mxfp4-sr-rht-tf", seed=0)
+    again.load_state_dict(state[0])
+    nt.random_bits(again).load_state_dict(state[1])
+    assert equal(second, results(again, x))
+
+
+def test_state_dict_and_parameters_stay_as_they_were():
+    model = mlp()
+    names, parameters = list(model.state_dict()), list(model.parameters())
+    converted = nt.convert(model, "mxfp4-hopper")
+    assert converted is model and list(model.state_dict()) == names
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    mlp().load_state_dict(model.state_dict())
+
+
+def test_gradients_accumulate_and_frozen_weights_have_none():
+    model, x = nt.convert(mlp(torch.float32), "bf16"), torch.randn(128, 256)
+    once = results(model, x)
+    model.zero_grad()
+    for _ in range(2):
+        model(x).float().pow(2).sum().backward()
+    assert all(error(p.grad, 2 * g) < 1e-6 for p, g in zip(model.parameters(), once[2:], strict=True))
+    model[0].weight.requires_grad_(False)
+    model.zero_grad()
+    model(x).float().sum().backward()
+    assert model[0].weight.grad is None and model[0].bias.grad is not None
+
+
+def test_autocast_decides_the_type_of_activations():
+    model = nt.convert(mlp(torch.float32), "mxfp4-hopper")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(torch.randn(4, 256))
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert model[0].weight.grad.dtype == torch.float32
+
+
+def test_a_filter_chooses_and_heads_and_routers_are_left_alone():
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(64, 64) for name in ("up", "gate", "lm_head", "router")})
+    nt.convert(model, "mxfp4-hopper")
+    assert [name for name, module in model.items() if isinstance(module, nt.Linear)] == ["up"]
+    nt.convert(model, "mxfp8", filter=["lm_*"])
+    assert model["lm_head"].recipe == "mxfp8" and type(model["gate"]) is torch.nn.Linear
+    assert "up: mxfp4-hopper" in nt.explain(model) and "lm_head: mxfp8" in nt.explain(model)
+
+
+def test_a_recipe_may_be_a_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('extends = "mxfp4-hopper"\ndescription = "mine"\n')
+    model, x = nt.convert(mlp(), str(path)), torch.randn(128, 256).bfloat16()
+    assert equal(results(model, x), results(nt.convert(mlp(), "mxfp4-hopper"), x))
+    with pytest.raises(FileNotFoundError, match="absent.toml"):
+        nt.convert(mlp(), str(tmp_path / "absent.toml"))
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: nt.convert(mlp(), "nope"), ValueError, 'no recipe "nope"'),
+        (lambda: nt.convert(mlp(), "fp8-delayed"), ValueError, "earlier steps"),
+        (lambda: nt.convert(mlp(), "nvfp4-nvidia"), ValueError, "changes during a run"),
+        (lambda: nt.convert(torch.nn.Conv2d(3, 3, 3)), ValueError, "no layer of Conv2d"),
+        (lambda: nt.convert(mlp())(torch.randn(4, 100).bfloat16()), ValueError, "`weight` has 256 columns"),
+        (lambda: nt.convert(mlp())(torch.randn(4, 256).half()), TypeError, "expected float32 or bfloat16"),
+        (lambda: nt.random_bits(mlp()), ValueError, "convert first"),
+        (lambda: nt.experts(*expert_layer(torch.float32)[:3], torch.zeros(9, 2).int(), torch.ones(9, 2), recipe="bf16"), ValueError, "`expert`"),
+    ],
+)
+def test_a_mistake_is_an_exception_that_names_it(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call()
