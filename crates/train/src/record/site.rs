@@ -1,6 +1,7 @@
 //! Places in the model where blocks are counted.
 
 use nibble_core::formats::{BlockAxis, Format};
+use nibble_core::recipe::Product;
 use std::fmt;
 
 /// The kind of a tensor's conversion at a site.
@@ -14,6 +15,15 @@ pub enum ChangeKind {
         from: Format,
         /// The axis of the result's blocks.
         axis: BlockAxis,
+    },
+    /// A product lifts the codes of an operand to E4M3. Only steps that measure quantization count such lifts.
+    Lift {
+        /// The format before the lift.
+        from: Format,
+        /// The axis of the lifted blocks.
+        axis: BlockAxis,
+        /// The product.
+        product: Product,
     },
 }
 
@@ -39,6 +49,7 @@ impl fmt::Display for CountSite {
         match self.conversion {
             ChangeKind::Quantize => Ok(()),
             ChangeKind::Transcode { from, axis } => write!(f, ".{from}→{axis}"),
+            ChangeKind::Lift { from, axis, product } => write!(f, ".{from}→{axis}.{}", product.name()),
         }
     }
 }
@@ -64,7 +75,7 @@ impl CountSite {
     }
 
     /// The number of the site's decoder layer; `None` outside decoder layers.
-    pub(super) fn decoder_layer(&self) -> Option<usize> {
+    pub(crate) fn decoder_layer(&self) -> Option<usize> {
         self.layer.split('.').find_map(|part| part.parse().ok())
     }
 }
