@@ -44,7 +44,7 @@ use crate::param::{Param, Wanted};
 use crate::recompute::Scope;
 use crate::spec::MoeSpec;
 use nibble_core::ops::Routing;
-use nibble_core::recipe::{Conversion, ExpertPlan, Pair, Precision};
+use nibble_core::recipe::{Conversion, ExpertPlan, Precision};
 use nibble_core::{Error, Kernels, Occupancy, Operand, Result, Tensor};
 
 /// The router and the experts of one decoder layer.
@@ -286,7 +286,7 @@ impl<B: Kernels> Moe<B> {
         let kept = || cx.convert(self.experts.of_gate_up(), x_rd, &to, Some(&plan.map.groups));
         // A plain tensor that is quantized once for both passes was counted in the forward pass. A tensor that is quantized only for this
         // pass was not counted.
-        let counted = !matches!(layer.x.to, Pair::Two(..));
+        let counted = !layer.x.to.quantizes_twice();
         Ok(if counted { cx.again(kept)? } else { kept()? }.0)
     }
 
