@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(256) measure_lift(const u8* __restrict__ codes
         load_block(codes + u64(line) * line_bytes + (block + i) * (kBlock / 8 * kBits), code_bytes(kBits, left), in_words != 0, words);
         // Counted from the smallest step of E4M3, 2^-9, a value is exact if it is whole. If the scales differ by kLiftFar powers of two, every
         // value has already underflowed to zero, so a larger difference gives the same result.
-        const float steps = __uint_as_float(u32(127 + 9 + max(int(scale) - target, -kLiftFar)) << 23);
+        const bool is_nan = scale == kScaleNan;
+        const float steps = __uint_as_float(u32(127 + 9 + (is_nan ? 0 : max(int(scale) - target, -kLiftFar))) << 23);
         bool non_zero = false, changed = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -84,8 +85,8 @@ __global__ void __launch_bounds__(256) measure_lift(const u8* __restrict__ codes
             }
         }
         found[0] += non_zero;
-        found[1] += changed && scale != kScaleNan;
-        found[2] += scale == kScaleNan;
+        found[1] += changed && !is_nan;
+        found[2] += is_nan;
     }
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
