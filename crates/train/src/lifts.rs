@@ -3,10 +3,10 @@
 
 use crate::cx::Cx;
 use crate::param::Param;
-use crate::record::{ChangeKind, CountSite, OF_DGRAD, OF_FPROP};
+use crate::record::CountSite;
 use nibble_core::formats::BlockAxis;
 use nibble_core::ops::{Counts, MeasureLift};
-use nibble_core::recipe::{LayerKind, LayerPlan, Product, ProductPlan, Site};
+use nibble_core::recipe::{LayerPlan, Product};
 use nibble_core::{Groups, Kernels, Operand, Result};
 use std::sync::Arc;
 
@@ -21,25 +21,6 @@ pub struct Lifting<'a, B: Kernels> {
     pub number: usize,
     /// Which of the weight's products it is.
     pub product: Product,
-}
-
-/// The site that counts the lift of an operand of a product; `None` if the product does not lift the operand. The site of a weight has the
-/// weight's name, and other sites have the layer's name.
-pub(crate) fn lift_site(
-    plan: &LayerPlan,
-    product: &ProductPlan,
-    operand: usize,
-    (layer, weight): (&str, &str),
-) -> Option<CountSite> {
-    let (from, lifted) = (product.operands[operand].format, product.lifted()[operand]?);
-    let (layer, tensor) = match (plan.layer.kind, product.sites[operand]) {
-        (_, Site::FpropW) => (weight, OF_FPROP),
-        (_, Site::DgradW) => (weight, OF_DGRAD),
-        (LayerKind::Head, Site::DgradDy | Site::WgradDy) => (layer, "dlogits"),
-        (_, site) => (layer, site.tensor()),
-    };
-    let conversion = ChangeKind::Lift { from, axis: lifted.axis, product: product.product };
-    Some(CountSite { layer: layer.to_owned(), tensor, conversion })
 }
 
 impl<B: Kernels> Cx<'_, B> {
@@ -74,7 +55,7 @@ impl<B: Kernels> Cx<'_, B> {
         let Some(product) = plan.product(of.number, of.product) else { return Ok(()) };
         for (i, x) in operands.into_iter().enumerate() {
             let Some(x) = x else { continue };
-            let site = lift_site(&plan, product, i, (of.layer, &of.weight.name));
+            let site = CountSite::of_lift(&plan, product, i, (of.layer, &of.weight.name));
             let Some(site) = site.filter(|site| sample.takes(site.decoder_layer())) else { continue };
             let is_weight = product.sites[i].is_weight();
             if is_weight && of.weight.replicas(self.mesh).rank() != 0 {

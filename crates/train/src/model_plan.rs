@@ -5,7 +5,6 @@
 use crate::checks::steps_of_change;
 use crate::config::Config;
 use crate::layer_plans::LayerPlans;
-use crate::lifts::lift_site;
 use crate::recompute::Scope;
 use crate::record::{ChangeKind, CountSite, OF_DGRAD, OF_FPROP};
 use crate::shards::Spans;
@@ -90,7 +89,9 @@ pub fn lifts(spec: &ModelSpec, plans: &LayerPlans, progress: f64) -> Vec<CountSi
         let plan = plans.plan(&layer, progress, Passes::TRAINING);
         for (number, weight) in weights.filter(|weight| !weight.is_vector()).enumerate() {
             for product in plan.products.iter().filter(|product| product.weight == number) {
-                found.extend((0..2).filter_map(|i| lift_site(&plan, product, i, (&part.id, &weight.id))));
+                found.extend(
+                    (0..2).filter_map(|i| CountSite::of_lift(&plan, product, i, (&part.id, &weight.id))),
+                );
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Places in the model where blocks are counted.
 
 use nibble_core::formats::{BlockAxis, Format};
-use nibble_core::recipe::Product;
+use nibble_core::recipe::{LayerKind, LayerPlan, Product, ProductPlan, Site};
 use std::fmt;
 
 /// The kind of a tensor's conversion at a site.
@@ -64,6 +64,25 @@ pub(super) fn in_any_layer(layer: &str, tensor: &str) -> String {
 }
 
 impl CountSite {
+    /// The site that counts the lift of an operand of a product; `None` if the product does not lift the operand. The site of a weight has the
+    /// weight's name, and other sites have the layer's name.
+    pub(crate) fn of_lift(
+        plan: &LayerPlan,
+        product: &ProductPlan,
+        operand: usize,
+        (layer, weight): (&str, &str),
+    ) -> Option<Self> {
+        let (from, lifted) = (product.operands[operand].format, product.lifted()[operand]?);
+        let (layer, tensor) = match (plan.layer.kind, product.sites[operand]) {
+            (_, Site::FpropW) => (weight, OF_FPROP),
+            (_, Site::DgradW) => (weight, OF_DGRAD),
+            (LayerKind::Head, Site::DgradDy | Site::WgradDy) => (layer, "dlogits"),
+            (_, site) => (layer, site.tensor()),
+        };
+        let conversion = ChangeKind::Lift { from, axis: lifted.axis, product: product.product };
+        Some(Self { layer: layer.to_owned(), tensor, conversion })
+    }
+
     /// The site's name without the decoder layer, which is the same for corresponding sites in all layers.
     pub fn in_any_layer(&self) -> String {
         in_any_layer(&self.layer, self.tensor)

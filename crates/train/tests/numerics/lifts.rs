@@ -8,9 +8,11 @@ use nibble_core::ops::Cast;
 use nibble_core::recipe::{self, LayerKind};
 use nibble_core::{Backend, BlockScaled, DType, MeshShape, Operand, Recipe, Tensor};
 use nibble_cpu::Cpu;
+use nibble_train::config::Config;
+use nibble_train::convert::LayerName;
 use nibble_train::cx::Cx;
 use nibble_train::layers::{Layer, Linear};
-use nibble_train::metrics::{LayerMetrics, Metrics};
+use nibble_train::metrics::{LayerMetrics, Metrics, SiteMetrics};
 use nibble_train::param::{Param, Placement};
 use nibble_train::record::{LayerSample, Layout};
 use nibble_train::spec::ModelSpec;
@@ -125,7 +127,7 @@ fn a_layer_counts_what_its_products_round() {
 
             let plan = layer.plan(&cx);
             let (x_rows, _) = layer.input(&cx, &x).unwrap();
-            let names = nibble_train::convert::LayerName::new("w");
+            let names = LayerName::new("w");
             let (dy_rows, dy_cols) = cx
                 .convert(names, &Operand::Plain(dy), &plan.linear().unwrap().dy, Some(&cx.shards.groups))
                 .unwrap();
@@ -154,11 +156,11 @@ fn a_layer_counts_what_its_products_round() {
     }
 }
 
-/// What each of so many steps says, its layers, and the weights at the end.
-fn run(
-    config: &nibble_train::config::Config,
-    steps: usize,
-) -> (Vec<(Metrics, LayerMetrics)>, Vec<(String, Vec<u32>)>) {
+/// What each step says, also of its layers, and the weights at the end.
+type Told = (Vec<(Metrics, LayerMetrics)>, Vec<(String, Vec<u32>)>);
+
+/// A run of so many steps.
+fn run(config: &Config, steps: usize) -> Told {
     let b = Cpu::new(2).unwrap();
     let mut trainer = Trainer::new(&b, &SOLO, config).unwrap();
     let said = (0..steps)
@@ -177,7 +179,7 @@ fn the_fraction_is_that_of_the_sites() {
         let config = small(recipe, &["train.quantization_every=2", "train.grad_accum=2"]);
         for (step, (metrics, layers)) in run(&config, 4).0.into_iter().enumerate() {
             let lifts = layers.sites.iter().filter(|site| site.conversion.contains(" in "));
-            let sum = |of: fn(&nibble_train::metrics::SiteMetrics) -> u64| lifts.clone().map(of).sum::<u64>();
+            let sum = |of: fn(&SiteMetrics) -> u64| lifts.clone().map(of).sum::<u64>();
             let (blocks, inexact) = (sum(|site| site.non_zero), sum(|site| site.inexact.unwrap()));
             if step % 2 == 0 {
                 assert_eq!((metrics.inexact_fraction, blocks), (None, 0), "{recipe}: step {}", step + 1);
@@ -185,7 +187,7 @@ fn the_fraction_is_that_of_the_sites() {
             }
             assert_eq!(metrics.inexact_fraction, Some(inexact as f64 / blocks as f64), "{recipe}");
             let of = |layer: &str, tensor: &str, conversion: &str| {
-                let is_it = |site: &&nibble_train::metrics::SiteMetrics| {
+                let is_it = |site: &&SiteMetrics| {
                     site.layer.ends_with(layer)
                         && site.tensor == tensor
                         && site.conversion.ends_with(conversion)
