@@ -62,7 +62,7 @@ impl Dice {
             }
         }
         if self.once_in(5) {
-            let by = self.of(&["requantize", "transcode"]);
+            let by = self.of(&["requantize", "transcode", "cast"]);
             fields.push(format!("by = \"{by}\""));
         }
         format!("{{ {} }}", fields.join(", "))

@@ -105,6 +105,10 @@ impl<B: Kernels> Cx<'_, B> {
                 self.follow(at, x, first, only_for[0], groups)?,
                 self.follow(at, x, second, only_for[1], groups)?,
             )),
+            Pair::Again { through, to } => {
+                let plain = Dequantize { x: x.block("route")?, dtype: *through }.run(self.b)?;
+                self.follow_both(at, &Operand::Plain(plain), &Pair::requantized(to), only_for, groups)
+            }
         }
     }
 

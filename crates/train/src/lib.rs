@@ -24,6 +24,7 @@ pub mod json_rows;
 pub mod layer_plans;
 pub mod layers;
 pub mod ledger;
+pub mod lifts;
 pub mod metrics;
 pub mod model;
 pub mod model_plan;

@@ -55,7 +55,7 @@ impl SiteList {
 }
 
 /// All sites at which any step of a run counts blocks, in the order of a step. Sites that appear only after a later change of precision
-/// come last.
+/// come last; if the run measures quantization, the lifts inside of products follow.
 ///
 /// # Errors
 /// Returns the errors of [`sites`], and [`Error::Shape`] if a tensor would have different histories in a run.
@@ -67,7 +67,35 @@ pub fn sites_of_run(config: &Config, plans: &LayerPlans) -> Result<Vec<PlannedSi
         let found = sites(&spec, plans, step as f64 / steps as f64, passes)?;
         found.into_iter().try_for_each(|planned| all.add(planned))?;
     }
+    if config.train.quantization_every > 0 {
+        for step in steps_of_change(plans.recipe(), steps).into_iter().filter(|step| *step < steps) {
+            for site in lifts(&spec, plans, step as f64 / steps as f64) {
+                all.add(PlannedSite { site, delayed: None })?;
+            }
+        }
+    }
     Ok(all.sites)
+}
+
+/// The lifts inside of products that a step of measurement counts, at the point `progress` (step / steps) of a run.
+pub fn lifts(spec: &ModelSpec, plans: &LayerPlans, progress: f64) -> Vec<CountSite> {
+    let blocks: Vec<BlockSpec> = spec.blocks().collect();
+    let own = spec.head.weights().first().or_else(|| spec.embed.weights().first());
+    let of_blocks = blocks.iter().flat_map(weights_of).map(|part| (part, part.weights().iter()));
+    let of_head = [(&spec.head, own.map_or(&[][..], std::slice::from_ref).iter())];
+    let mut found = Vec::new();
+    for (part, weights) in of_blocks.chain(of_head) {
+        let Some(layer) = part.layer() else { continue };
+        let plan = plans.plan(&layer, progress, Passes::TRAINING);
+        for (number, weight) in weights.filter(|weight| !weight.is_vector()).enumerate() {
+            for product in plan.products.iter().filter(|product| product.weight == number) {
+                found.extend(
+                    (0..2).filter_map(|i| CountSite::of_lift(&plan, product, i, (&part.id, &weight.id))),
+                );
+            }
+        }
+    }
+    found
 }
 
 /// The passes of the experts of a decoder layer.

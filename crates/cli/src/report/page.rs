@@ -10,8 +10,9 @@ use maud::{Markup, PreEscaped, html};
 use nibble_command::console::{bits, bytes, thousands};
 use nibble_command::error::{Error, Result};
 use nibble_train::checks::steps_of_change;
-use nibble_train::metrics::{LayerMetrics, Shown, losses_svg};
+use nibble_train::metrics::{LayerMetrics, Shown, SiteMetrics, losses_svg};
 use nibble_train::trainer::heading;
+use std::collections::HashSet;
 
 /// The whole page.
 ///
@@ -325,9 +326,22 @@ fn site_rows(line: &LayerMetrics) -> Vec<SiteRow> {
     rows
 }
 
+/// The last line, with each lift inside of a GEMM as it was counted last: only the steps that measure quantization count these lifts, in some of
+/// the layers.
+fn latest(lines: &[LayerMetrics]) -> Option<LayerMetrics> {
+    fn key(site: &SiteMetrics) -> (&str, &str, &str) {
+        (&site.layer, &site.tensor, &site.conversion)
+    }
+    let last = lines.last()?;
+    let mut known: HashSet<_> = last.sites.iter().map(key).collect();
+    let earlier = lines.iter().rev().skip(1).flat_map(|line| &line.sites);
+    let more: Vec<_> = earlier.filter(|site| known.insert(key(site))).cloned().collect();
+    Some(LayerMetrics { sites: [&last.sites[..], &more].concat(), ..last.clone() })
+}
+
 fn numerics(run: &Recorded) -> Markup {
-    let Some(last) = run.layers.last() else { return absent("layers.jsonl has no line") };
-    let rows = site_rows(last);
+    let Some(last) = latest(&run.layers) else { return absent("layers.jsonl has no line") };
+    let rows = site_rows(&last);
     if rows.is_empty() {
         return html! { p { "Nothing was stored in blocks." } };
     }
@@ -336,6 +350,7 @@ fn numerics(run: &Recorded) -> Markup {
             ": a conversion from one block format to another changed a value of it. " b { "Not finite" }
             ": it is marked NaN, since it held a NaN or an infinity or its rule (" code { "even" } ", " code { "cann" }
             ") has no scale for it. That ends a run. Quantizations round everywhere, so for them nothing is counted as inexact. "
+            "Conversions \"in\" a GEMM are lifts of its operands, as the last counting step (" code { "train.quantization_every" } ") found them. "
             "Blocks that saturate are not counted: with power-of-two scales by " code { "rceil" } " or " code { "ceil" }
             " and with F32 scales no value does." }
         div.scroll { table {
@@ -415,3 +430,29 @@ svg{width:100%;height:auto;display:block}\
 ul.fault{padding-left:2rem}\
 summary{cursor:pointer;margin:.6rem 0}\
 footer{margin-top:3rem;color:#5a6472;font-size:.85rem}";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A lift that the last line does not count is the one that was counted last; other sites are those of the last line.
+    #[test]
+    fn the_latest_counts_of_lifts_are_shown() {
+        let site = |conversion: &str, non_zero| SiteMetrics {
+            layer: "model.layers.0.mlp".into(),
+            tensor: "x".into(),
+            conversion: conversion.into(),
+            non_zero,
+            ..SiteMetrics::default()
+        };
+        let line = |step, sites| LayerMetrics { step, sites, ..LayerMetrics::default() };
+        let (quantize, lift) = ("quantize", "mxfp4 to rows in fprop");
+        let lines = [
+            line(1, vec![site(quantize, 1), site(lift, 2)]),
+            line(2, vec![site(quantize, 3), site(lift, 4)]),
+            line(3, vec![site(quantize, 5)]),
+        ];
+        let latest = latest(&lines).unwrap();
+        assert_eq!((latest.step, latest.sites), (3, vec![site(quantize, 5), site(lift, 4)]));
+    }
+}

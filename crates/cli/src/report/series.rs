@@ -47,11 +47,7 @@ const KNOWN: [(&str, Chart, &str); 20] = [
     ("moe/z_loss", Chart::Experts, "Router z-loss, before its coefficient"),
     ("memory/max_active(GiB)", Chart::Memory, "Peak memory so far, GiB"),
     ("memory/max_active(%)", Chart::Memory, "The same, percent of the device's"),
-    (
-        "quantization/inexact_fraction",
-        Chart::Numerics,
-        "Share of blocks that the lift from MXFP4 to FP8 changed",
-    ),
+    ("quantization/inexact_fraction", Chart::Numerics, "Share of blocks that the lift to FP8 changed"),
     (
         "quantization/shift_inexact_fraction",
         Chart::Numerics,

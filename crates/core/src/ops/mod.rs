@@ -42,6 +42,7 @@ macro_rules! for_each_op {
         $($callback)+! { $given
             quantize(Quantize<'_, $B>) -> Emitted<$B> {}
             measure_amax(MeasureAmax<'_, $B>) -> $B::Buf<f32> { reads x; plain codec, stack; }
+            measure_lift(MeasureLift<'_, $B>) -> $B::Buf<u64> { reads x; may_read groups; plain is_second, stack; }
             measure_quantization(MeasureQuantization<'_, $B>) -> $B::Buf<u64> { reads x, quantized; may_read groups; }
             dequantize(Dequantize<'_, $B>) -> Tensor<$B> { reads x; plain dtype; }
             transcode(Transcode<'_, $B>) -> Transcoded<$B> { reads x; may_read groups; plain to, axis, rule; }

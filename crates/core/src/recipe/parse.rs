@@ -322,8 +322,9 @@ impl Reader<'_> {
                     p.by = match self.string(key, value)? {
                         "transcode" => By::Transcode,
                         "requantize" => By::Requantize,
+                        "cast" => By::Cast,
                         other => {
-                            let known = ["transcode", "requantize"];
+                            let known = ["transcode", "requantize", "cast"];
                             return Err(self.error(key, unknown("conversion", other, known.into_iter())));
                         }
                     }

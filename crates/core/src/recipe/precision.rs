@@ -14,6 +14,10 @@ pub enum By {
     Transcode,
     /// The tensor is dequantized to the type of the activations, and quantized again with new scales.
     Requantize,
+    /// The tensor is quantized by a kernel of its own, although no number needs it: a tensor with the numbers of its quantized source is
+    /// dequantized and quantized again, and the kernel that computes a tensor leaves the quantization to another one. Such casts cost time
+    /// and change no number, or only the roundings between.
+    Cast,
 }
 
 /// The representation of a tensor: its format, block axis, scales, rounding and transform.
@@ -122,6 +126,7 @@ impl fmt::Display for Precision {
         match self.by {
             By::Transcode => Ok(()),
             By::Requantize => f.write_str(" requantized"),
+            By::Cast => f.write_str(" cast"),
         }
     }
 }
@@ -211,7 +216,15 @@ impl Section {
             _ => None,
         };
         let p = *self.untransformed(site);
-        Precision { rht: rht.filter(|_| p.format.is_block()), ..p }
+        Precision { rht: rht.filter(|_| p.format.is_block()), by: self.by(site), ..p }
+    }
+
+    /// How the tensor of a site is converted. A cast is asked for by a site's own key, and not by the key that it falls back on.
+    fn by(&self, site: Site) -> By {
+        match self.untransformed(site).by {
+            By::Cast if self.written(site).is_none() => By::Transcode,
+            by => by,
+        }
     }
 
     fn untransformed(&self, site: Site) -> &Precision {
@@ -225,8 +238,8 @@ impl Section {
 
     /// The transform of a saved tensor, if it is saved in the form that wgrad takes.
     fn kept_for(&self, kept: Site, operand: Site) -> Option<Transform> {
-        let (kept, operand) = (self.untransformed(kept), self.untransformed(operand));
-        let is_it = kept.same_bits(operand) && operand.by == By::Transcode;
+        let by = self.by(operand);
+        let is_it = self.untransformed(kept).same_bits(self.untransformed(operand)) && by == By::Transcode;
         self.transform(Product::Wgrad).filter(|_| is_it)
     }
 

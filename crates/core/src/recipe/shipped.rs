@@ -19,7 +19,7 @@ pub(super) const FORMATS: &[(&str, &str)] = files!("":
 
 /// Recipes to study a format or a technique: each differs from another recipe in a few keys.
 pub(super) const STUDIES: &[(&str, &str)] = files!("studies/":
-    "fp8-deepseek-f32" "mxfp8-all" "mxfp8-e5m2" "mxfp8-wgrad-bf16" "nvfp4-128" "nvfp4-double" "nvfp4-mxfp8" "nvfp4-unbiased"
+    "fp8-12-casts" "fp8-deepseek-f32" "mxfp8-all" "mxfp8-e5m2" "mxfp8-wgrad-bf16" "nvfp4-128" "nvfp4-double" "nvfp4-mxfp8" "nvfp4-unbiased"
     "ablation-mxfp4" "ablation-mxfp4-sr" "ablation-mxfp4-rht" "ablation-mxfp4-sr-rht" "ablation-mxfp4-tf" "ablation-mxfp4-sr-tf"
     "ablation-mxfp4-rht-tf" "ablation-mxfp4-sr-rht-tf" "ablation-hif4" "ablation-hif4-sr" "ablation-hif4-rht" "ablation-hif4-sr-rht");
 

@@ -95,6 +95,11 @@ impl Site {
         self.key().split_once('.').map_or("", |(product, _)| product)
     }
 
+    /// The part of the site's key after the dot: the tensor, or the direction of an exchange.
+    pub fn tensor(self) -> &'static str {
+        self.key().split_once('.').map_or("", |(_, tensor)| tensor)
+    }
+
     /// The site whose precision this site has if a recipe does not set it; `None` if every recipe must set this site.
     pub fn falls_back_on(self) -> Option<Self> {
         match self {

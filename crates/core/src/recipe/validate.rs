@@ -1,6 +1,8 @@
 //! Checks a recipe when it is read, so that an error does not stop a run at a later step. Keys that decide nothing are errors, too.
 
-use super::{By, LayerKind, Precision, Product, Recipe, Section, Signs, Site};
+use super::{
+    By, Layer, LayerKind, LayerPlan, Passes, Precision, Product, Recipe, Section, Setting, Signs, Site,
+};
 use crate::ops::{CONVERSIONS, converted_rule};
 use crate::{Error, Result};
 use nibble_formats::{BlockAxis, Correction, Format, Rounding, ScaleRule, WHOLE_LINE};
@@ -132,7 +134,7 @@ fn delayed(check: &Check<'_>) -> Result<()> {
             }
             SavedH => "the kernel that quantizes h supports no delayed scale",
             _ if p.rht.is_some() => "delayed scaling does not support a transformed tensor (rht)",
-            _ if p.by == By::Requantize => {
+            _ if p.by != By::Transcode => {
                 "delayed scaling does not support a requantized tensor, only a tensor that is quantized from a plain tensor"
             }
             _ => continue,
@@ -208,16 +210,29 @@ fn lines(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Whether a cast that a recipe asks for is a kernel that does not run otherwise. Such a cast costs time, so it is a decision even if it changes
+/// no number.
+fn casts(check: &Check<'_>, site: Site) -> bool {
+    let layer = Layer::new(check.kind, check.kind.name());
+    let changes = |section: &Section| {
+        LayerPlan::new(section, &layer, check.recipe.activations, Passes::TRAINING).changes()
+    };
+    let mut fused = *check.section;
+    fused.set(Setting::Site(site, Some(Precision { by: By::Transcode, ..check.section.at(site) })));
+    changes(&fused) != changes(check.section)
+}
+
 /// A tensor that is converted from a quantized tensor must be reachable by one conversion. The tensor's keys must not set what this
 /// conversion determines.
 fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let p = check.section.at(site);
     let Some((origin_site, origin)) = check.made_from(site).filter(|(_, origin)| origin.format.is_block())
     else {
-        let written = check.section.written(site).is_some_and(|p| p.by == By::Requantize);
+        let by = check.section.written(site).map_or(By::Transcode, |p| p.by);
+        let decides = by == By::Transcode || by == By::Cast && casts(check, site);
         return check.expect(
             site,
-            !written,
+            decides,
             "`by` has no effect: the tensor is quantized from a plain tensor",
         );
     };
@@ -225,7 +240,7 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let refuse = |why: String| check.fail::<()>(site, why);
     match p.by {
         // For dgrad's weight, `by` decides the source: without it, the source is not fprop's operand.
-        By::Requantize if !p.format.is_block() && site != Site::DgradW => {
+        By::Requantize | By::Cast if !p.format.is_block() && site != Site::DgradW => {
             return refuse(format!("`by` has no effect: the tensor is {made}, dequantized"));
         }
         // Rows of dgrad's weight are columns of fprop's weight.
@@ -234,9 +249,14 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
                 && p.round == origin.round
                 && (site != Site::DgradW || has_squares(&p)) =>
         {
-            return refuse(format!("`by` has no effect: the tensor has the same codes and scales as {made}"));
+            let why = "the tensor has the same codes and scales as";
+            let instead = "by = \"cast\" dequantizes and quantizes it nevertheless";
+            return refuse(format!("`by` has no effect: {why} {made}; {instead}"));
         }
-        By::Requantize => return Ok(()),
+        By::Cast if check.section.written(site).is_some() && !p.same_bits(&origin) => {
+            return refuse(format!("{p} differs from {made}; write by = \"requantize\""));
+        }
+        By::Requantize | By::Cast => return Ok(()),
         By::Transcode if !p.format.is_block() => return Ok(()),
         By::Transcode => {}
     }

@@ -82,9 +82,11 @@ fn precision_in_toml(site: Site, precision: Option<&Precision>) -> String {
             let _ = write!(out, ", block = \"{LINE}\"");
         }
     }
-    if p.by == By::Requantize {
-        out += ", by = \"requantize\"";
-    }
+    out += match p.by {
+        By::Transcode => "",
+        By::Requantize => ", by = \"requantize\"",
+        By::Cast => ", by = \"cast\"",
+    };
     out + " }"
 }
 

@@ -11,13 +11,14 @@
 use crate::convert::LayerName;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
+use crate::lifts::Lifting;
 use crate::param::{Gathering, Param, Wanted, Writes};
 
 use crate::spec::Part;
 use nibble_choice::head_loss;
 use nibble_core::formats::Codec;
 use nibble_core::ops::{CrossEntropy, Gemm, HeadLoss, HeadLossGrad, HeadLossOut, Planes, Quantize};
-use nibble_core::recipe::{Layer, LayerKind, LayerPlan};
+use nibble_core::recipe::{Layer, LayerKind, LayerPlan, Product};
 use nibble_core::{DType, Data, Error, Kernels, Operand, Result, Tensor};
 use std::sync::Arc;
 
@@ -130,8 +131,54 @@ impl<B: Kernels> Head<B> {
         cx.keep_counts(&self.id, "dlogits", out.dlogits_counts.as_ref());
         let dlogits = || sample_dlogits(cx, input, (&w, codecs.fprop_x), control);
         cx.measure_again(dlogits, [codecs.dgrad_dy, codecs.wgrad_dy])?;
+        self.measure_lifts(cx, table, input, [&w, &wt], control)?;
         let dx = out.dx.take().ok_or(Error::Defect { place: "head_loss", what: "it gives no gradient" })?;
         Ok((out, HeadSaved { layer: self.id.clone(), dx }))
+    }
+
+    /// In a step that measures quantization: counts what lifts round inside the head's operation. Their operands, except the weight, exist
+    /// only there, and are made again piece by piece. A piece consists of whole lifted blocks.
+    fn measure_lifts(
+        &self,
+        cx: &Cx<'_, B>,
+        table: &Param<B>,
+        input: &HeadInput<'_, B>,
+        [w, wt]: [&Operand<B>; 2],
+        control: &B::Buf<f32>,
+    ) -> Result<()> {
+        let plan = self.plan(cx);
+        if cx.measures.is_none() || plan.products.iter().all(|product| product.lifted() == [None; 2]) {
+            return Ok(());
+        }
+        let codecs = plan.head()?.losses_and_gradients()?;
+        let made = |x: &Tensor<B>, codec: Option<Codec>, planes| match codec {
+            None => Ok(Operand::Plain(x.clone())),
+            Some(codec) => {
+                let made = Quantize::new(x, codec, planes).run(cx.b)?;
+                if planes == Planes::Cols { made.take_cols("head") } else { made.take_rows("head") }
+            }
+        };
+        let of = |product| Lifting { layer: &self.id, weight: self.weight(table), number: 0, product };
+        let each = input.x_td.rows / input.shards.max(1);
+        for first in
+            (0..input.shards).flat_map(|shard| (0..each).step_by(PIECE).map(move |at| shard * each + at))
+        {
+            let len = PIECE.min(each - first % each);
+            let Piece { x, dlogits } = piece(cx, input, (w, codecs.fprop_x), control, (first, len))?;
+            let [rows, dy] =
+                [made(&x, codecs.fprop_x, Planes::Rows)?, made(&dlogits, codecs.dgrad_dy, Planes::Rows)?];
+            let columns =
+                [made(&dlogits, codecs.wgrad_dy, Planes::Cols)?, made(&x, codecs.wgrad_x, Planes::Cols)?];
+            let once = |weight| Some(weight).filter(|_| first == 0);
+            for (product, operands) in [
+                (Product::Fprop, [Some(&rows), once(w)]),
+                (Product::Dgrad, [Some(&dy), once(wt)]),
+                (Product::Wgrad, columns.each_ref().map(Some)),
+            ] {
+                cx.measure_parts(of(product), || Arc::clone(&plan), operands, None)?;
+            }
+        }
+        Ok(())
     }
 
     /// Computes the logits, F32 `[t, v]`, from the plain (not quantized) input `x`, `[t, d]`.
@@ -142,37 +189,55 @@ impl<B: Kernels> Head<B> {
     }
 }
 
-/// The gradients of the logits of the first tokens of each shard, which exist only inside the head's operation: made again by the operations
-/// that define it.
-fn sample_dlogits<B: Kernels>(
+/// Tokens of a piece: whole blocks of any format, also after a lift, and no more than the head takes at a time.
+const PIECE: usize = 256;
+
+/// The input of some tokens, and the gradients of their logits.
+struct Piece<B: Kernels> {
+    x: Tensor<B>,
+    dlogits: Tensor<B>,
+}
+
+/// Makes a piece of `len` tokens again, whose gradients exist only inside the head's operation, by the operations that define it.
+fn piece<B: Kernels>(
     cx: &Cx<'_, B>,
     input: &HeadInput<'_, B>,
     (w, codec): (&Operand<B>, Option<Codec>),
     control: &B::Buf<f32>,
-) -> Result<Vec<Tensor<B>>> {
-    /// Tokens of a shard: whole blocks of any format, and no more than the head takes at a time.
-    const TOKENS: usize = 256;
-    let HeadInput { x_td: x, targets, shards } = *input;
-    let each = x.rows / shards.max(1);
-    let of_shard = |shard: usize| -> Result<Tensor<B>> {
-        let (first, len) = (shard * each, each.min(TOKENS));
-        let rows = first * x.cols..(first + len) * x.cols;
-        let mut sample = Tensor::unwritten(cx.b, x.dtype(), len, x.cols)?;
-        match (&x.data, &mut sample.data) {
-            (Data::F32(x), Data::F32(sample)) => cx.b.copy(x, rows, sample, 0)?,
-            (Data::Bf16(x), Data::Bf16(sample)) => cx.b.copy(x, rows, sample, 0)?,
-            _ => return Err(Error::Defect { place: "head", what: "a sample has another type" }),
-        }
-        let mut of_sample = cx.b.alloc(len)?;
-        cx.b.copy(targets, first..first + len, &mut of_sample, 0)?;
-        let a = match codec {
-            Some(codec) => Quantize::new(&sample, codec, Planes::Rows).run(cx.b)?.take_rows("head")?,
-            None => Operand::Plain(sample),
-        };
-        let logits = Gemm { a: &a, b: w, out: DType::F32 }.run(cx.b)?;
-        let (targets, grad) = (&of_sample, Some(x.dtype()));
-        let made = CrossEntropy { logits: &logits, targets, control, shards: 1, grad }.run(cx.b)?;
-        made.dlogits.ok_or(Error::Defect { place: "cross_entropy", what: "it gives no gradient" })
+    (first, len): (usize, usize),
+) -> Result<Piece<B>> {
+    let HeadInput { x_td: x, targets, .. } = *input;
+    let rows = first * x.cols..(first + len) * x.cols;
+    let mut piece = Tensor::unwritten(cx.b, x.dtype(), len, x.cols)?;
+    match (&x.data, &mut piece.data) {
+        (Data::F32(x), Data::F32(piece)) => cx.b.copy(x, rows, piece, 0)?,
+        (Data::Bf16(x), Data::Bf16(piece)) => cx.b.copy(x, rows, piece, 0)?,
+        _ => return Err(Error::Defect { place: "head", what: "a piece has another type" }),
+    }
+    let mut of_piece = cx.b.alloc(len)?;
+    cx.b.copy(targets, first..first + len, &mut of_piece, 0)?;
+    let a = match codec {
+        Some(codec) => Quantize::new(&piece, codec, Planes::Rows).run(cx.b)?.take_rows("head")?,
+        None => Operand::Plain(piece.clone()),
     };
-    (0..shards).map(of_shard).collect()
+    let logits = Gemm { a: &a, b: w, out: DType::F32 }.run(cx.b)?;
+    let (targets, grad) = (&of_piece, Some(x.dtype()));
+    let made = CrossEntropy { logits: &logits, targets, control, shards: 1, grad }.run(cx.b)?;
+    let dlogits =
+        made.dlogits.ok_or(Error::Defect { place: "cross_entropy", what: "it gives no gradient" })?;
+    Ok(Piece { x: piece, dlogits })
+}
+
+/// The gradients of the logits of the first tokens of each shard.
+fn sample_dlogits<B: Kernels>(
+    cx: &Cx<'_, B>,
+    input: &HeadInput<'_, B>,
+    operand: (&Operand<B>, Option<Codec>),
+    control: &B::Buf<f32>,
+) -> Result<Vec<Tensor<B>>> {
+    let each = input.x_td.rows / input.shards.max(1);
+    let of_shard = |shard: usize| -> Result<Tensor<B>> {
+        Ok(piece(cx, input, operand, control, (shard * each, each.min(PIECE)))?.dlogits)
+    };
+    (0..input.shards).map(of_shard).collect()
 }

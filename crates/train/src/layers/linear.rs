@@ -11,10 +11,11 @@ use super::Layer;
 use crate::convert::LayerName;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
+use crate::lifts::Lifting;
 use crate::param::{Param, Wanted, Writes};
 use crate::spec::Part;
 use nibble_core::ops::{AddBias, AddBiasBackward, Gemm};
-use nibble_core::recipe::{self, LayerPlan};
+use nibble_core::recipe::{self, LayerPlan, Product};
 use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
 use std::sync::Arc;
 
@@ -83,6 +84,11 @@ impl<B: Kernels> Linear<B> {
         LayerName { layer: self.site(), linear: &self.linear }
     }
 
+    /// One of the layer's products, for the counts of its lifts.
+    fn lifting(&self, product: Product) -> Lifting<'_, B> {
+        Lifting { layer: self.site(), weight: &self.weight, number: 0, product }
+    }
+
     /// The layer's precision plan at the current step.
     pub fn plan(&self, cx: &Cx<'_, B>) -> Arc<LayerPlan> {
         cx.plan(&self.layer)
@@ -106,7 +112,10 @@ impl<B: Kernels> Linear<B> {
 
     /// Computes the output Y from an input operand that other layers may share.
     pub fn product(&self, cx: &Cx<'_, B>, x: &Operand<B>) -> Result<Tensor<B>> {
-        let mut y = Gemm { a: x, b: self.weight.w()?, out: self.out }.run(cx.b)?;
+        let w = self.weight.w()?;
+        let groups = Some(&cx.shards.groups).filter(|groups| groups.capacity == x.rows());
+        cx.measure_lifts(self.lifting(Product::Fprop), || self.plan(cx), [x, w], groups)?;
+        let mut y = Gemm { a: x, b: w, out: self.out }.run(cx.b)?;
         if let Some(bias) = &self.bias {
             AddBias { x: &mut y, bias: bias.plain()? }.run(cx.b)?;
         }
@@ -118,7 +127,11 @@ impl<B: Kernels> Linear<B> {
         let (plan, groups) = (self.plan(cx), &cx.shards.groups);
         let dy = Operand::Plain(dy_tn.clone());
         let (rows, cols) = cx.convert(self.name(), &dy, &plan.linear()?.dy, Some(groups))?;
-        let dx_tk = Gemm { a: &rows, b: self.weight.wt(cx)?.as_ref(), out: cx.activations() }.run(cx.b)?;
+        let wt = self.weight.wt(cx)?;
+        cx.measure_lifts(self.lifting(Product::Dgrad), || self.plan(cx), [&rows, &wt], Some(groups))?;
+        let dx_tk = Gemm { a: &rows, b: &wt, out: cx.activations() }.run(cx.b)?;
+        drop(wt);
+        cx.measure_lifts(self.lifting(Product::Wgrad), || self.plan(cx), [&cols, x], None)?;
         self.weight.accumulate_wgrad(cx, &cols, x, groups)?;
         if let Some(bias) = &mut self.bias {
             bias.add_gradient(cx, Writes::Adds, |dbias, _| AddBiasBackward { dy: dy_tn, dbias }.run(cx.b))?;

@@ -1,7 +1,7 @@
 //! Layer metrics of a step. They are large for a large model, so about a hundred steps of a run have them.
 
 use super::lost::without_number;
-use crate::record::{ChangeKind, Measured, Report, planes_of};
+use crate::record::{ChangeKind, CountSite, Measured, Report, SiteCounts, planes_of};
 use serde::{Deserialize, Serialize};
 
 /// Expert loads and quantization counts of one step, over all ranks.
@@ -22,7 +22,8 @@ pub struct SiteMetrics {
     pub layer: String,
     /// The tensor's name.
     pub tensor: String,
-    /// The conversion of the tensor at this site: `quantize`, or a change of format such as `mxfp4 to rows`.
+    /// The conversion of the tensor at this site: `quantize`; a change of format such as `mxfp4 to rows`; or a lift inside of a product,
+    /// such as `mxfp4 to columns in wgrad`, which only steps that measure quantization count.
     pub conversion: String,
     /// Number of blocks that contain a non-zero code.
     pub non_zero: u64,
@@ -65,11 +66,20 @@ impl LayerMetrics {
 
     /// The layer metrics of a step's record.
     pub(crate) fn of_step(report: &Report<'_>) -> Self {
-        let sites = report.counts().map(|(site, counts)| {
+        // A lift inside of a product is not counted unless the step measures its layer.
+        let is_counted = |site: &CountSite, counts: &SiteCounts| {
+            !matches!(site.conversion, ChangeKind::Lift { .. }) || counts.non_zero + counts.non_finite > 0
+        };
+        let counted = report.counts().filter(|(site, counts)| is_counted(site, counts));
+        let sites = counted.map(|(site, counts)| {
             let (conversion, inexact) = match site.conversion {
                 ChangeKind::Quantize => ("quantize".to_owned(), None),
                 ChangeKind::Transcode { from, axis } => {
                     (format!("{from} to {}", planes_of(axis)), Some(counts.inexact))
+                }
+                ChangeKind::Lift { from, axis, product } => {
+                    let conversion = format!("{from} to {} in {}", planes_of(axis), product.name());
+                    (conversion, Some(counts.inexact))
                 }
             };
             SiteMetrics {

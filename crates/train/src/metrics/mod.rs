@@ -94,8 +94,9 @@ pub struct Metrics {
     /// Fraction of (layer, expert) pairs in which the expert received no row.
     #[serde(rename = "moe/dead_expert_fraction", skip_serializing_if = "Option::is_none", default)]
     pub dead_expert_fraction: Option<f64>,
-    /// Among 32-value blocks with a non-zero code, the fraction in which the lift from MXFP4 to FP8 changed a value. A tensor that is
-    /// lifted both to rows and to columns is counted twice.
+    /// Among blocks with a non-zero code, the fraction in which the lift from MXFP4 or MXFP6 to FP8 changed a value. Each lift of a tensor
+    /// counts: a tensor that is lifted both to rows and to columns is counted twice. Lifts inside of products count only in steps that
+    /// measure quantization.
     #[serde(rename = "quantization/inexact_fraction", skip_serializing_if = "Option::is_none", default)]
     pub inexact_fraction: Option<f64>,
     /// Fraction of FP8 blocks with a non-zero code that the exponent shift from rows to columns changed.
@@ -151,8 +152,8 @@ impl Metrics {
             z_loss,
             load_max_over_mean: fullest.reduce(f64::max),
             dead_expert_fraction: (pairs > 0).then(|| dead as f64 / pairs as f64),
-            inexact_fraction: inexact_fraction(report, Format::Mxfp4),
-            shift_inexact_fraction: inexact_fraction(report, Format::E4m3),
+            inexact_fraction: inexact_fraction(report, is_lift),
+            shift_inexact_fraction: inexact_fraction(report, is_shift),
             saturated_fraction: saturated_fraction(report),
             other: measured_fractions(report),
             ..Self::default()
@@ -160,10 +161,23 @@ impl Metrics {
     }
 }
 
-/// The fraction of blocks converted from a format that the conversion changed.
-fn inexact_fraction(report: &Report<'_>, format: Format) -> Option<f64> {
-    let converted = |conversion| matches!(conversion, ChangeKind::Transcode { from, .. } if from == format);
-    let counts = report.counts().filter(|(site, _)| converted(site.conversion));
+/// Whether a conversion lifts codes to FP8, before or inside of a product.
+fn is_lift(conversion: ChangeKind) -> bool {
+    match conversion {
+        ChangeKind::Quantize => false,
+        ChangeKind::Transcode { from, .. } => from == Format::Mxfp4,
+        ChangeKind::Lift { .. } => true,
+    }
+}
+
+/// Whether a conversion shifts the exponents of FP8 codes.
+fn is_shift(conversion: ChangeKind) -> bool {
+    matches!(conversion, ChangeKind::Transcode { from, .. } if from == Format::E4m3)
+}
+
+/// Among the blocks that these conversions convert, the fraction that they changed.
+fn inexact_fraction(report: &Report<'_>, is_one: impl Fn(ChangeKind) -> bool) -> Option<f64> {
+    let counts = report.counts().filter(|(site, _)| is_one(site.conversion));
     let (blocks, inexact) = counts.fold((0, 0), |sum, (_, c)| (sum.0 + c.non_zero, sum.1 + c.inexact));
     (blocks > 0).then(|| inexact as f64 / blocks as f64)
 }

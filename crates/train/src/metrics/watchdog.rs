@@ -99,7 +99,7 @@ impl Watchdog {
             self.loss.take(loss);
         }
         let shares = [
-            (metrics.inexact_fraction, "inexact_fraction", "lift from MXFP4 to FP8"),
+            (metrics.inexact_fraction, "inexact_fraction", "lift to FP8"),
             (metrics.shift_inexact_fraction, "shift_inexact_fraction", "shift of FP8 exponents"),
         ];
         for (number, (share, name, what)) in shares.into_iter().enumerate() {

@@ -5,12 +5,17 @@ use super::ExchangePlan;
 use crate::convert::LayerName;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
+use crate::lifts::Lifting;
 use crate::param::{Gathering, Param, Wanted};
 use crate::spec::{ParamSpec, Part};
 use nibble_core::ops::{Emit, GroupedGemm, Swiglu, SwigluBackward};
-use nibble_core::recipe::{ExpertPlan, Layer, LayerKind, LayerPlan, Precision, WgradA};
+use nibble_core::recipe::{ExpertPlan, Layer, LayerKind, LayerPlan, Precision, Product, WgradA};
 use nibble_core::{Error, Kernels, Operand, Result, Tensor};
 use std::sync::Arc;
+
+/// The numbers of the two weights in the layer's plan.
+const GATE_UP: usize = 0;
+const DOWN: usize = 1;
 
 /// The stacked weights of this rank's experts.
 #[derive(Debug, Clone)]
@@ -119,6 +124,12 @@ impl<B: Kernels> Experts<B> {
         cx.plan_keeping(&Layer::new(LayerKind::Expert, &self.name), self.keep_a)
     }
 
+    /// One of the layer's products, for the counts of its lifts.
+    fn lifting(&self, number: usize, product: Product) -> Lifting<'_, B> {
+        let weight = if number == GATE_UP { &self.gate_up } else { &self.down };
+        Lifting { layer: &self.name, weight, number, product }
+    }
+
     /// The names of the first product's operands.
     pub(super) fn of_gate_up(&self) -> LayerName<'_> {
         LayerName { layer: &self.name, linear: &self.gate_up.name }
@@ -172,7 +183,9 @@ impl<B: Kernels> Experts<B> {
 
     fn first_product(&self, cx: &Cx<'_, B>, x_rd: &Operand<B>, plan: &ExchangePlan<B>) -> Result<Tensor<B>> {
         let groups = &plan.experts;
-        GroupedGemm { x: x_rd, w: self.gate_up.w()?, groups, out: cx.activations() }.run(cx.b)
+        let w = self.gate_up.w()?;
+        cx.measure_lifts(self.lifting(GATE_UP, Product::Fprop), || self.plan(cx), [x_rd, w], Some(groups))?;
+        GroupedGemm { x: x_rd, w, groups, out: cx.activations() }.run(cx.b)
     }
 
     /// Recomputes the first product's output in the form in which it is saved, from rows in the form that fprop multiplies.
@@ -200,7 +213,9 @@ impl<B: Kernels> Experts<B> {
         plan: &ExchangePlan<B>,
     ) -> Result<Tensor<B>> {
         let groups = &plan.experts;
-        GroupedGemm { x: &a_rf, w: self.down.w()?, groups, out: cx.activations() }.run(cx.b)
+        let w = self.down.w()?;
+        cx.measure_lifts(self.lifting(DOWN, Product::Fprop), || self.plan(cx), [&a_rf, w], Some(groups))?;
+        GroupedGemm { x: &a_rf, w, groups, out: cx.activations() }.run(cx.b)
     }
 
     /// The backward pass: returns the gradient dx of the expert-sorted rows and the gradient of each row's gate weight.
@@ -237,15 +252,17 @@ impl<B: Kernels> Experts<B> {
         let layer = layer.experts()?;
         let (dy_rows, dy_cols) = cx.convert(self.of_down(), &dy_rd, &layer.dy, Some(groups))?;
         drop(dy_rd);
-        let back = |dy: &Operand<B>, weight: &Param<B>| {
-            let w = weight.wt(cx)?;
+        let back = |dy: &Operand<B>, number: usize| {
+            let lifting = self.lifting(number, Product::Dgrad);
+            let w = lifting.weight.wt(cx)?;
+            cx.measure_lifts(lifting, || self.plan(cx), [dy, &w], Some(experts))?;
             GroupedGemm { x: dy, w: &w, groups: experts, out: cx.activations() }.run(cx.b)
         };
-        let da_rf = back(&dy_rows, &self.down)?;
+        let da_rf = back(&dy_rows, DOWN)?;
         drop(dy_rows);
         let (dh_rows, dh, a, dgate) = self.swiglu_backward(cx, layer, &saved, da_rf, plan)?;
         drop(saved);
-        let dx = back(&dh_rows, &self.gate_up)?;
+        let dx = back(&dh_rows, GATE_UP)?;
         Ok(ExpertsDgrad { dx, dgate, wgrad: WgradOperands { dy: dy_cols, a, dh, x } })
     }
 
@@ -261,10 +278,12 @@ impl<B: Kernels> Experts<B> {
     ) -> Result<()> {
         let WgradOperands { dy, a, dh, x } = operands;
         let groups = &plan.map.groups;
+        let layer = self.plan(cx);
+        cx.measure_lifts(self.lifting(DOWN, Product::Wgrad), || layer.clone(), [&dy, &a], None)?;
         self.down.accumulate_wgrad(cx, &dy, &a, groups)?;
         drop((dy, a));
-        let layer = self.plan(cx);
         let (x, _) = cx.convert(self.of_gate_up(), &x, &layer.experts()?.wgrad_x, Some(groups))?;
+        cx.measure_lifts(self.lifting(GATE_UP, Product::Wgrad), || layer.clone(), [&dh, &x], None)?;
         self.gate_up.accumulate_wgrad(cx, &dh, &x, groups)
     }
 

@@ -7,7 +7,7 @@ use crate::convert::LayerName;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use nibble_core::ops::Routing;
-use nibble_core::recipe::{Conversion, ExpertPlan, Pair, Precision};
+use nibble_core::recipe::{Conversion, ExpertPlan, Precision};
 use nibble_core::{Error, Kernels, Operand, Result, Tensor};
 
 /// The experts of one layer, without a router.
@@ -185,7 +185,7 @@ impl<B: Kernels> RoutedExperts<B> {
         let kept = || cx.convert(self.experts.of_gate_up(), x_rd, &to, Some(&plan.map.groups));
         // A plain tensor that is quantized once for both passes was counted in the forward pass. A tensor that is quantized only for this
         // pass was not counted.
-        let counted = !matches!(layer.x.to, Pair::Two(..));
+        let counted = !layer.x.to.quantizes_twice();
         Ok(if counted { cx.again(kept)? } else { kept()? }.0)
     }
 

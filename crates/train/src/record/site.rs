@@ -1,6 +1,7 @@
 //! Places in the model where blocks are counted.
 
 use nibble_core::formats::{BlockAxis, Format};
+use nibble_core::recipe::{LayerKind, LayerPlan, Product, ProductPlan, Site};
 use std::fmt;
 
 /// The kind of a tensor's conversion at a site.
@@ -14,6 +15,15 @@ pub enum ChangeKind {
         from: Format,
         /// The axis of the result's blocks.
         axis: BlockAxis,
+    },
+    /// A product lifts the codes of an operand to E4M3. Only steps that measure quantization count such lifts.
+    Lift {
+        /// The format before the lift.
+        from: Format,
+        /// The axis of the lifted blocks.
+        axis: BlockAxis,
+        /// The product.
+        product: Product,
     },
 }
 
@@ -39,6 +49,7 @@ impl fmt::Display for CountSite {
         match self.conversion {
             ChangeKind::Quantize => Ok(()),
             ChangeKind::Transcode { from, axis } => write!(f, ".{from}→{axis}"),
+            ChangeKind::Lift { from, axis, product } => write!(f, ".{from}→{axis}.{}", product.name()),
         }
     }
 }
@@ -53,6 +64,25 @@ pub(super) fn in_any_layer(layer: &str, tensor: &str) -> String {
 }
 
 impl CountSite {
+    /// The site that counts the lift of an operand of a product; `None` if the product does not lift the operand. The site of a weight has the
+    /// weight's name, and other sites have the layer's name.
+    pub(crate) fn of_lift(
+        plan: &LayerPlan,
+        product: &ProductPlan,
+        operand: usize,
+        (layer, weight): (&str, &str),
+    ) -> Option<Self> {
+        let (from, lifted) = (product.operands[operand].format, product.lifted()[operand]?);
+        let (layer, tensor) = match (plan.layer.kind, product.sites[operand]) {
+            (_, Site::FpropW) => (weight, OF_FPROP),
+            (_, Site::DgradW) => (weight, OF_DGRAD),
+            (LayerKind::Head, Site::DgradDy | Site::WgradDy) => (layer, "dlogits"),
+            (_, site) => (layer, site.tensor()),
+        };
+        let conversion = ChangeKind::Lift { from, axis: lifted.axis, product: product.product };
+        Some(Self { layer: layer.to_owned(), tensor, conversion })
+    }
+
     /// The site's name without the decoder layer, which is the same for corresponding sites in all layers.
     pub fn in_any_layer(&self) -> String {
         in_any_layer(&self.layer, self.tensor)
@@ -64,7 +94,7 @@ impl CountSite {
     }
 
     /// The number of the site's decoder layer; `None` outside decoder layers.
-    pub(super) fn decoder_layer(&self) -> Option<usize> {
+    pub(crate) fn decoder_layer(&self) -> Option<usize> {
         self.layer.split('.').find_map(|part| part.parse().ok())
     }
 }

@@ -30,7 +30,7 @@ fn run<B: Kernels>(b: &B, config: &Config, steps: usize) -> (Vec<Metrics>, Vec<(
 
 #[test]
 fn every_second_step_measures_and_no_bit_changes() {
-    for recipe in ["mxfp4-hopper", "fp8-block", "fp8-delayed", "nvfp4", "hif4"] {
+    for recipe in ["mxfp4-hopper", "mxfp4", "mxfp6", "fp8-block", "fp8-delayed", "nvfp4", "hif4"] {
         let (off, on) =
             (small(recipe, &["train.grad_accum=2"]), small(recipe, &["train.grad_accum=2", EVERY]));
         let (eager, recorder) = (Cpu::new(2).unwrap(), Recorder::new(Cpu::new(2).unwrap()));

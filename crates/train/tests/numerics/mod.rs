@@ -4,6 +4,7 @@ mod cost;
 mod delayed;
 mod formats_train;
 mod golden;
+mod lifts;
 mod lost;
 mod measured;
 mod planned;

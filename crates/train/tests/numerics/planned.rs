@@ -16,10 +16,10 @@ use nibble_train::delayed::{DelayedRecords, DelayedSites};
 use nibble_train::layer_plans::LayerPlans;
 use nibble_train::ledger::{Entry, Ledger, Saved};
 use nibble_train::model::Decoder;
-use nibble_train::model_plan::{PlannedSite, sites};
+use nibble_train::model_plan::{PlannedSite, lifts, sites};
 use nibble_train::param::GradientPlan;
 use nibble_train::recompute::{Recompute, Scope};
-use nibble_train::record::Layout;
+use nibble_train::record::{LayerSample, Layout};
 use nibble_train::shards::{Shards, SpanCounts};
 use nibble_train::spec::ModelSpec;
 use rig::SOLO;
@@ -44,6 +44,7 @@ fn done(
     recipe: &Recipe,
     planned: &[PlannedSite],
     (kind, progress): (DeviceKind, f64),
+    measures: Option<LayerSample>,
 ) -> Done {
     let (b, mesh, seq_len) = (Dry::new(kind), Mesh::new(&SOLO), config.data.seq_len);
     let tokens = config.train.batch_size * seq_len;
@@ -51,6 +52,7 @@ fn done(
     let cx = Cx {
         training: true,
         delayed: Some(DelayedRecords::new(&b, delayed).unwrap()),
+        measures,
         ..Cx::inference(&b, mesh, recipe, Shards::new(&b, 1, tokens, 0).unwrap(), progress)
     };
     let mut model = Decoder::new(&b, mesh, recipe, &config.model, seq_len, 1).unwrap();
@@ -131,14 +133,32 @@ fn kept(
 /// Holds the plans of a recipe for a model to what a step does, at every stretch of the run.
 #[track_caller]
 fn assert_done(config: &Config, recipe: &Recipe, kind: DeviceKind, what: &str) {
+    assert_done_in(config, recipe, kind, None, what);
+    assert_done_in(config, recipe, kind, Some(LayerSample::ALL), what);
+}
+
+/// In a step that measures quantization, lifts inside of products count, too.
+#[track_caller]
+fn assert_done_in(
+    config: &Config,
+    recipe: &Recipe,
+    kind: DeviceKind,
+    measures: Option<LayerSample>,
+    what: &str,
+) {
     let (spec, plans) = (ModelSpec::new(&config.model), LayerPlans::new(recipe.clone()));
     let passes =
         Passes::Both { keep_a: !config.train.recompute.of_layer(&config.model, 0).contains(&Scope::Swiglu) };
     for (progress, _) in recipe.stretches() {
         let planned = sites(&spec, &plans, progress, |_| passes).unwrap();
-        let done = done(config, recipe, &planned, (kind, progress));
+        let done = done(config, recipe, &planned, (kind, progress), measures);
         let names: Vec<String> = planned.iter().map(|planned| planned.site.to_string()).collect();
-        assert_eq!(done.sites, names, "at {progress}: {what}");
+        let lifted = lifts(&spec, &plans, progress).into_iter().filter(|_| measures.is_some());
+        let lifted: BTreeSet<String> = lifted.map(|site| site.to_string()).collect();
+        let (of_lifts, sites): (Vec<_>, Vec<_>) =
+            done.sites.into_iter().partition(|site| lifted.contains(site));
+        assert_eq!(sites, names, "at {progress}: {what}");
+        assert_eq!(of_lifts.into_iter().collect::<BTreeSet<_>>(), lifted, "at {progress}: {what}");
         let delayed = DelayedSites::of(&planned, spans(config));
         let cells: BTreeSet<usize> = delayed.sites().iter().map(|site| site.cell).collect();
         assert_eq!(done.found, cells, "at {progress}: {what}");

@@ -189,7 +189,7 @@ fn converted(
         Operand::Block(x) if !to.format.is_block() => {
             Operand::Plain(Dequantize { x, dtype: DType::Bf16 }.run(cx.b).unwrap())
         }
-        Operand::Block(x) if to.by == By::Requantize => {
+        Operand::Block(x) if to.by != By::Transcode => {
             let plain = Dequantize { x, dtype: DType::Bf16 }.run(cx.b).unwrap();
             made(cx, at, &plain, to, Some(groups))
         }

@@ -339,6 +339,7 @@ fn changes(now: &Precision) -> Vec<String> {
             "round = \"dither:0.3\"",
             "rht = 32",
             "by = \"requantize\"",
+            "by = \"cast\"",
             "axis = \"col\"",
             "block = \"line\"",
         ];
@@ -399,6 +400,7 @@ fn is_same(a: &Recipe, b: &Recipe) -> bool {
                 let origin = section.origin(kind, site).site().map(|site| section.at(site).format);
                 match origin {
                     Some(origin) if origin.is_block() => section.at(site),
+                    _ if section.at(site).by == By::Cast => section.at(site),
                     _ => Precision { by: By::Transcode, ..section.at(site) },
                 }
             });

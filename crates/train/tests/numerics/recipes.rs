@@ -95,6 +95,40 @@ fn fp8_deepseek_dequantizes_to_quantize_again() {
     assert_eq!(expert_trace(&small("fp8-deepseek", &[])), want);
 }
 
+/// Experts work on BF16: what arrives is dequantized, once, and what kernels compute is quantized by kernels of their own.
+#[test]
+fn fp8_12_casts_has_twelve() {
+    let want = [
+        "fwd quantize x: bf16 to e4m3 rows",
+        "fwd dispatch+permute x: e4m3 rows to e4m3 rows",
+        "fwd dequantize x: e4m3 rows to bf16",
+        "fwd quantize x: bf16 to e4m3 rows and columns",
+        "fwd quantize a: bf16 to e4m3 rows and columns",
+        "fwd unpermute+combine y: bf16 to bf16",
+        "bwd quantize dy: bf16 to e4m3 rows",
+        "bwd dispatch+permute dy: e4m3 rows to e4m3 rows",
+        "bwd dequantize dy: e4m3 rows to bf16",
+        "bwd quantize dy: bf16 to e4m3 rows and columns",
+        "bwd quantize dh: bf16 to e4m3 rows and columns",
+        "bwd unpermute+combine dx: bf16 to bf16",
+    ];
+    assert_eq!(expert_trace(&small("fp8-12-casts", &[])), want);
+}
+
+/// Rows that are dequantized and quantized again are the same numbers, whatever their scales.
+#[test]
+fn a_cast_changes_no_number() {
+    let cast = r#"{ format = "e4m3", scale = "rceil", by = "cast" }"#;
+    let fused = r#"{ format = "e4m3", scale = "rceil" }"#;
+    let text = format!(
+        "extends = \"fp8-deepseek\"\n[expert]\nfprop.x = {cast}\nfprop.a = {fused}\ndgrad.dy = {cast}\ndgrad.dh = {fused}"
+    );
+    let (config, _dir) = with_recipe(&text, &[]);
+    assert_eq!(casts(&config, EXPERTS), [3, 6]);
+    let of = |config: &Config| train(config, 1, 3, || Cpu::new(1).unwrap());
+    of(&config).assert_same(&of(&small("fp8-deepseek", &[])), "with casts");
+}
+
 /// Two casts a layer, one each way, before the exchange; all columns come from rows by exponent shift.
 #[test]
 fn fp8_flow_casts_twice() {
@@ -207,6 +241,7 @@ fn casting_free_layers_have_one_cast_each_way() {
     assert_eq!(count("fp8-block"), [2, 2]);
     assert_eq!(count("fp8-flow"), [1, 1]);
     assert_eq!(count("fp8-deepseek"), [1, 5]);
+    assert_eq!(count("fp8-12-casts"), [6, 6]);
     assert_eq!(count("mxfp4-hopper"), [1, 1]);
 }
 

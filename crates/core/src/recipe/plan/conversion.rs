@@ -81,7 +81,7 @@ impl Conversion {
             {
                 first
             }
-            Pair::Two(..) | Pair::OneRead(_) => return None,
+            Pair::Two(..) | Pair::OneRead(_) | Pair::Again { .. } => return None,
         };
         Some(Self { to: Pair::One(route), readers: [Reader::Several; 2], ..*self })
     }

@@ -125,6 +125,11 @@ impl LayerPlan {
         }
     }
 
+    /// The product `product` of weight number `weight`; `None` if the layer has no such weight.
+    pub fn product(&self, weight: usize, product: Product) -> Option<&ProductPlan> {
+        self.products.iter().find(|plan| (plan.weight, plan.product) == (weight, product))
+    }
+
     /// The plan of a dense linear layer.
     ///
     /// # Errors

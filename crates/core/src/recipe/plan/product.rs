@@ -1,7 +1,7 @@
 //! The products of a layer.
 
 use crate::DType;
-use crate::ops::{Numbers, Stored};
+use crate::ops::{Numbers, Stored, Taken};
 use crate::recipe::{LayerKind, Precision, Product, Section, Site, Transform};
 use nibble_formats::BlockAxis;
 
@@ -44,6 +44,15 @@ impl ProductPlan {
         };
         let operands = [stored(&a, axes[0]), stored(&b, axes[1])];
         Self { product, weight, sites, operands, transform: section.transform(product) }
+    }
+
+    /// For each operand, its storage after the lift to E4M3 inside the product; `None` for an operand that the product does not lift.
+    pub fn lifted(&self) -> [Option<Stored>; 2] {
+        let numbers = self.numbers();
+        [0, 1].map(|i| {
+            let x = self.operands[i];
+            (numbers.takes(x) == Taken::Lifted).then(|| x.lifted_as(i == 1))
+        })
     }
 
     /// The type of the numbers that the product multiplies.

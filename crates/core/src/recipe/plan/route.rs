@@ -47,7 +47,7 @@ impl Route {
         match (origin.format.is_block() && to.format.is_block(), to.by) {
             (false, _) => Self::of_plain(to),
             (true, By::Transcode) => Self::Transcode(*to),
-            (true, By::Requantize) => Self::Requantize { through: activations, to: *to },
+            (true, By::Requantize | By::Cast) => Self::Requantize { through: activations, to: *to },
         }
     }
 
@@ -83,9 +83,30 @@ pub enum Pair {
     OneRead(Precision),
     /// Two separate conversions write the two representations.
     Two(Route, Route),
+    /// A block-scaled tensor is dequantized once, and both representations are quantized from the plain tensor ([`Pair::requantized`]).
+    Again {
+        /// The type of the plain tensor.
+        through: DType,
+        /// The precisions of both representations.
+        to: [Precision; 2],
+    },
 }
 
 impl Pair {
+    /// How both representations of [`Pair::Again`] are made from the plain tensor between.
+    pub fn requantized([first, second]: &[Precision; 2]) -> Self {
+        Self::of_plain(first, second)
+    }
+
+    /// Whether the second representation is another quantization than the first, so that the backward pass counts it if it makes it again.
+    pub fn quantizes_twice(&self) -> bool {
+        match self {
+            Self::One(_) | Self::OneRead(_) => false,
+            Self::Two(..) => true,
+            Self::Again { to, .. } => Self::requantized(to).quantizes_twice(),
+        }
+    }
+
     /// The routes from a plain tensor.
     fn of_plain(first: &Precision, second: &Precision) -> Self {
         if second.same_bits(first) && second.round == first.round {
@@ -102,6 +123,7 @@ impl Pair {
         match self {
             Self::One(route) | Self::Two(route, _) => *route,
             Self::OneRead(to) => Route::Quantize(*to),
+            Self::Again { through, to: [to, _] } => Route::Requantize { through: *through, to: *to },
         }
     }
 
@@ -110,6 +132,7 @@ impl Pair {
         match self {
             Self::One(route) | Self::Two(_, route) => *route,
             Self::OneRead(to) => Route::Quantize(Precision { axis: BlockAxis::Col, ..*to }),
+            Self::Again { through, to: [_, to] } => Route::Requantize { through: *through, to: *to },
         }
     }
 
@@ -120,6 +143,7 @@ impl Pair {
             Self::One(route) => [route.codec()?, None],
             Self::OneRead(to) => [Some(to.codec()?); 2],
             Self::Two(first, second) => [first.codec()?, second.codec()?],
+            Self::Again { .. } => [None; 2],
         })
     }
 }
@@ -150,7 +174,12 @@ impl Precision {
     /// precisions measures the scales itself.
     fn fused_with(&self, kept: &Self) -> bool {
         let made_of_one = (self.same_bits(kept) && self.round == kept.round) || self.one_read(kept);
-        self.delayed.is_none() && made_of_one
+        self.delayed.is_none() && made_of_one && self.is_cast() == kept.is_cast()
+    }
+
+    /// Whether the recipe asks for a quantization by a kernel of its own.
+    fn is_cast(&self) -> bool {
+        self.by == By::Cast && self.format.is_block()
     }
 
     /// Whether SwiGLU's kernels leave this precision to a separate operation, as they do for all block formats except FP8 in blocks of 128.
@@ -176,10 +205,12 @@ impl Section {
     pub(super) fn pair(&self, kind: LayerKind, [first, second]: [Site; 2], activations: DType) -> Pair {
         let origin = self.origin(kind, first).site().map(|site| self.at(site));
         match origin.is_some_and(|origin| origin.format.is_block()) {
-            true => {
-                let [first, second] = [first, second].map(|site| self.route(kind, site, activations));
-                Pair::Two(first, second)
-            }
+            true => match [first, second].map(|site| self.route(kind, site, activations)) {
+                [Route::Requantize { through, to: first }, Route::Requantize { to: second, .. }] => {
+                    Pair::Again { through, to: [first, second] }
+                }
+                [first, second] => Pair::Two(first, second),
+            },
             false => Pair::of_plain(&self.at(first), &self.at(second)),
         }
     }
@@ -209,6 +240,7 @@ impl Section {
             _ if fprop.delayed.is_some() => apart(DType::F32, "fprop.a has a delayed scale"),
             _ if fprop.draws() => apart(activations, "fprop.a is rounded stochastically"),
             _ if fprop.is_left_by_swiglu() => apart(activations, "fprop.a is not in FP8 blocks of 128"),
+            _ if fprop.is_cast() => apart(activations, "fprop.a is cast"),
             Some(kept) if !fprop.fused_with(&kept) => apart(activations, "saved.a is not made as fprop.a is"),
             Some(kept) if fprop.one_read(&kept) => Computed::Fused { to: fprop, planes: Planes::Both },
             _ => Computed::Fused { to: fprop, planes: Planes::Rows },
@@ -224,6 +256,7 @@ impl Section {
             Precision { delayed: Some(_), .. } => (DType::F32, "wgrad.a has a delayed scale"),
             _ if wgrad.draws() => (activations, "wgrad.a is rounded stochastically"),
             _ if wgrad.is_left_by_swiglu() => (activations, "wgrad.a is not in FP8 blocks of 128"),
+            _ if wgrad.is_cast() => (activations, "wgrad.a is cast"),
             _ => return Computed::Fused { to: wgrad, planes: Planes::Cols },
         };
         Computed::Plain { dtype, then, why }
@@ -245,6 +278,8 @@ impl Section {
             Some((activations, "wgrad.dh is transformed"))
         } else if dgrad.is_left_by_swiglu() || wgrad.is_left_by_swiglu() {
             Some((activations, "dgrad.dh and wgrad.dh are not both in FP8 blocks of 128"))
+        } else if dgrad.is_cast() || wgrad.is_cast() {
+            Some((activations, "dgrad.dh or wgrad.dh is cast"))
         } else if !dgrad.one_read(&wgrad) {
             Some((DType::F32, "dgrad.dh and wgrad.dh are not made alike"))
         } else {

@@ -82,6 +82,10 @@ impl Steps {
                 self.quantized(to);
             }
             Pair::Two(first, second) => [first, second].into_iter().for_each(|to| self.route(of, from, to)),
+            Pair::Again { through, to } => {
+                self.add("dequantize", of.tensor, from, (*through).into());
+                self.pair(of, (*through).into(), &Pair::requantized(to));
+            }
         }
     }
 

@@ -1,6 +1,7 @@
 use super::*;
 use nibble_formats::{BlockAxis, Format, Rounding};
 
+mod casts;
 mod combine;
 mod scaling;
 mod selection;

@@ -11,34 +11,19 @@
 //   128 values further, and so on. With kSquares, each of the four CTAs of a 2-D block reads the scales of all 128 rows of the block.
 #pragma once
 #include "pieces/convert/lift.cuh"
+#include "pieces/convert/lifted_scale.cuh"
 #include "pieces/convert/units.cuh"
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
 
 namespace nib {
 
-constexpr int kLiftedLines = 32, kLiftedCols = 512, kLifted = 128, kLiftedTargets = kLiftedCols / kLifted;
-
-/// log2 of the ratio between the largest source scale and the lifted scale.
-/// It is chosen so that the largest possible value still fits in E4M3.
-template <class E>
-__host__ __device__ constexpr int lift_headroom() {
-    int octaves = 0;
-    for (float largest = 2.0f * E::kMax; largest <= 448.0f; largest *= 2.0f) ++octaves;
-    return octaves;
-}
+constexpr int kLiftedLines = 32, kLiftedCols = 512, kLiftedTargets = kLiftedCols / kLifted;
 
 /// Returns one plus the largest of four scales, or 0 if all four are NaN. NaN scales are ignored.
 __device__ __forceinline__ u32 above_largest(u32 four) {
     const u32 two = ptx::max_u16x2(above_nan_x2(four), above_nan_x2(four >> 8));
     return max(two & 0xFFFF, two >> 16);
-}
-
-/// Returns the scale of the lifted values. The argument
-/// `above_largest` is one plus the largest of the source scales.
-template <class E>
-__device__ __forceinline__ int lifted_scale(u32 above_largest) {
-    return max(int(above_largest) - 1 - lift_headroom<E>(), 0);
 }
 
 /// Loads the scale records of four blocks of a row, starting at `block`. Records past the row's end are returned as NaN.

@@ -31,7 +31,7 @@ fn spec(format: UnitFormat, whole: bool, squares: bool) -> KernelSpec {
 }
 
 /// Whether a format can be lifted under every scale rule.
-fn is_lifted(format: Format) -> bool {
+pub(super) fn is_lifted(format: Format) -> bool {
     format.spec().rules.iter().all(|rule| format.lift(*rule, BlockAxis::Row).is_some())
 }
 
@@ -44,7 +44,7 @@ pub(crate) fn instances() -> Vec<Instance> {
 }
 
 /// The layout of the scale records, for the kernel.
-fn records(x: &BlockScaled<Cuda>) -> Result<RecordPlane> {
+pub(super) fn records(x: &BlockScaled<Cuda>) -> Result<RecordPlane> {
     let (line_stride, block_stride) = match (x.scale_layout, x.axis) {
         (ScaleLayout::RowMajor, _) => (x.shape_of_scales().1, 1),
         (ScaleLayout::MnMajor, BlockAxis::Col) => (1, column_stride(x.scale_kind(), x.cols)),

@@ -1,6 +1,7 @@
 //! Conversions: quantize, dequantize and transcode with their counters, and tiled layouts of scales.
 
 pub(super) mod dequantize;
+pub(super) mod measure_lift;
 pub(super) mod measure_quantization;
 pub(super) mod quantize;
 pub(super) mod quantize_pack;
@@ -8,5 +9,6 @@ pub(super) mod scale_tiles;
 pub(super) mod transcode;
 
 pub use {
-    dequantize::*, measure_quantization::*, quantize::*, quantize_pack::*, scale_tiles::*, transcode::*,
+    dequantize::*, measure_lift::*, measure_quantization::*, quantize::*, quantize_pack::*, scale_tiles::*,
+    transcode::*,
 };

@@ -57,16 +57,37 @@ fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>, mut made: Transcoded<Cpu>) -> Res
     Ok(made)
 }
 
+/// Column blocks as the rows as which they are stored; other blocks as they are.
+fn as_rows(x: &BlockScaled<Cpu>) -> BlockScaled<Cpu> {
+    let (rows, cols) = if x.axis == BlockAxis::Col { (x.cols, x.rows) } else { (x.rows, x.cols) };
+    BlockScaled { axis: BlockAxis::Row, rows, cols, stack: 1, ..x.clone() }
+}
+
+/// Counts the source blocks that a lift changes, without lifting; see [`nibble_core::ops::MeasureLift`]. `matrices` is given if 2-D blocks of
+/// so many matrices share scales. `is_counted` says of a row whether it is counted.
+pub(in crate::ops) fn count_lift(
+    cpu: &Cpu,
+    x: &BlockScaled<Cpu>,
+    matrices: Option<usize>,
+    is_counted: impl Fn(usize) -> bool + Sync,
+) -> Result<[u64; 3]> {
+    let lines = as_rows(x);
+    match cpu.path() {
+        _ if x.rows == 0 || x.cols == 0 => Ok([0; 3]),
+        CodePath::Simd => simd::count_lift(cpu, &lines, matrices, is_counted),
+        CodePath::Scalar => spec::count_lift(&lines, matrices, is_counted),
+    }
+}
+
 /// Lifts row blocks, or stored column blocks, to [`Format::LIFTED`] along the same axis; see [`Format::lift`].
 ///
 /// # Errors
 /// [`Error::Unsupported`] if the format has no lift.
 pub(in crate::ops) fn lift(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<BlockScaled<Cpu>> {
-    let (rows, cols) = if x.axis == BlockAxis::Col { (x.cols, x.rows) } else { (x.rows, x.cols) };
-    // The columns of column blocks are stored like rows.
-    let lines = BlockScaled { axis: BlockAxis::Row, rows, cols, stack: 1, ..x.clone() };
-    let out = BlockScaled::unwritten(cpu, Format::LIFTED, BlockAxis::Row, (rows, cols, 1))?;
-    let (spans, counts) = (Spans::new("transcode", rows, None, 1)?, Counts::zeros(cpu)?);
+    let lines = as_rows(x);
+    let shape = (lines.rows, lines.cols, 1);
+    let out = BlockScaled::unwritten(cpu, Format::LIFTED, BlockAxis::Row, shape)?;
+    let (spans, counts) = (Spans::new("transcode", lines.rows, None, 1)?, Counts::zeros(cpu)?);
     let mut made = Transcoded { out, transposed: None, counts };
     match cpu.path() {
         CodePath::Simd => made = simd::lift_rows(cpu, &lines, &spans, made)?,

@@ -115,29 +115,82 @@ pub(super) fn lift_rows(
     Ok(written(out.finish(), None, (made.counts, &sum)))
 }
 
-/// Converts row blocks of a lifted format to E4M3 in 2-D blocks of each of `out`'s matrices, without counts.
-pub(super) fn lift_squares(cpu: &Cpu, x: &BlockScaled<Cpu>, out: &mut BlockScaled<Cpu>) -> Result<()> {
-    let (rows, by) = (PowerScaledRows::of(x)?, RowLift::of(cpu, x)?);
-    let (n, k) = ((x.rows / out.stack.max(1)).max(1), x.cols);
-    let (tiles_n, tiles_k) = (n.div_ceil(LIFTED_BLOCK), k.div_ceil(LIFTED_BLOCK).max(1));
-    let (scales, codes) = (out.scales.as_mut_slice(), out.codes.as_mut_slice());
-    cpu.pool().install(|| {
-        scales.par_chunks_mut(tiles_k).enumerate().for_each(|(strip, targets)| {
-            let first = strip / tiles_n * n + strip % tiles_n * LIFTED_BLOCK;
-            let last = (first + LIFTED_BLOCK).min((strip / tiles_n + 1) * n);
+/// The 2-D blocks of [`LIFTED_BLOCK`] × [`LIFTED_BLOCK`] values of stacked matrices.
+#[derive(Clone, Copy)]
+struct Squares {
+    /// Rows of each matrix, at least 1, and columns.
+    shape: (usize, usize),
+    /// Blocks below each other in a matrix, and blocks beside each other, at least 1.
+    tiles: (usize, usize),
+}
+
+impl Squares {
+    fn of(x: &BlockScaled<Cpu>, matrices: usize) -> Self {
+        let shape = ((x.rows / matrices.max(1)).max(1), x.cols);
+        Self { shape, tiles: (shape.0.div_ceil(LIFTED_BLOCK), shape.1.div_ceil(LIFTED_BLOCK).max(1)) }
+    }
+
+    /// Writes the scale of each 2-D block after the lift.
+    fn find(self, lift: Lift, rows: &PowerScaledRows<'_>, targets: &mut [u8]) {
+        let ((n, k), (down, across)) = (self.shape, self.tiles);
+        targets.par_chunks_mut(across).enumerate().for_each(|(strip, targets)| {
+            let first = strip / down * n + strip % down * LIFTED_BLOCK;
+            let last = (first + LIFTED_BLOCK).min((strip / down + 1) * n);
             for (tile, target) in targets.iter_mut().enumerate() {
                 let (col, width) = (tile * LIFTED_BLOCK, LIFTED_BLOCK.min(k - tile * LIFTED_BLOCK));
-                *target = by.lift.target((first..last).flat_map(|row| rows.scales(row, col, width)).copied());
+                *target = lift.target((first..last).flat_map(|row| rows.scales(row, col, width)).copied());
             }
         });
-        codes.par_chunks_mut(k.max(1)).enumerate().for_each(|(row, codes)| {
-            let strip = row / n * tiles_n + row % n / LIFTED_BLOCK;
-            let from = (rows.scales(row, 0, k), rows.codes(row, 0, k));
-            let to = (Targets::Given(&scales[strip * tiles_k..][..tiles_k]), codes);
-            by.row(from, to, &mut Tally::default());
+    }
+
+    /// The scales of the 2-D blocks that contain a row.
+    fn of_row(self, targets: &[u8], row: usize) -> &[u8] {
+        let ((n, _), (down, across)) = (self.shape, self.tiles);
+        &targets[(row / n * down + row % n / LIFTED_BLOCK) * across..][..across]
+    }
+}
+
+/// Converts row blocks of a lifted format to E4M3 in 2-D blocks of each of `out`'s matrices, without counts.
+pub(super) fn lift_squares(cpu: &Cpu, x: &BlockScaled<Cpu>, out: &mut BlockScaled<Cpu>) -> Result<()> {
+    let (rows, by, squares) = (PowerScaledRows::of(x)?, RowLift::of(cpu, x)?, Squares::of(x, out.stack));
+    let (scales, codes) = (out.scales.as_mut_slice(), out.codes.as_mut_slice());
+    cpu.pool().install(|| {
+        squares.find(by.lift, &rows, scales);
+        codes.par_chunks_mut(x.cols.max(1)).enumerate().for_each(|(row, codes)| {
+            let from = (rows.scales(row, 0, x.cols), rows.codes(row, 0, x.cols));
+            by.row(from, (Targets::Given(squares.of_row(scales, row)), codes), &mut Tally::default());
         });
     });
     Ok(())
+}
+
+/// Counts the blocks of rows that a lift changes, as [`super::spec::count_lift`] does.
+pub(super) fn count_lift(
+    cpu: &Cpu,
+    x: &BlockScaled<Cpu>,
+    matrices: Option<usize>,
+    is_counted: impl Fn(usize) -> bool + Sync,
+) -> Result<Tally> {
+    let (rows, by) = (PowerScaledRows::of(x)?, RowLift::of(cpu, x)?);
+    let squares = matrices.map(|matrices| (Squares::of(x, matrices), matrices));
+    let targets = squares.map(|(squares, matrices)| {
+        let mut targets = vec![0; matrices * squares.tiles.0 * squares.tiles.1];
+        cpu.pool().install(|| squares.find(by.lift, &rows, &mut targets));
+        (squares, targets)
+    });
+    let of_row = |(scales, codes): &mut (Vec<u8>, Vec<u8>), row: usize| {
+        let mut tally = Tally::default();
+        let to = match &targets {
+            Some((squares, targets)) => Targets::Given(squares.of_row(targets, row)),
+            None => Targets::Found(scales),
+        };
+        by.row((rows.scales(row, 0, x.cols), rows.codes(row, 0, x.cols)), (to, codes), &mut tally);
+        tally
+    };
+    let scratch = || (vec![0; x.cols.div_ceil(LIFTED_BLOCK)], vec![0; x.cols]);
+    let sum = |a: Tally, b: Tally| std::array::from_fn(|i| a[i] + b[i]);
+    let counted = (0..x.rows).into_par_iter().filter(|row| is_counted(*row)).map_init(scratch, of_row);
+    Ok(cpu.pool().install(|| counted.reduce(Tally::default, sum)))
 }
 
 /// The result, together with its counts.

@@ -73,6 +73,34 @@ pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScal
     Ok(tally)
 }
 
+/// Counts the blocks of rows that a lift changes. 128 values of a row share a scale; if `matrices` is given, 128 rows of one of these
+/// matrices share it, too.
+pub(super) fn count_lift(
+    x: &BlockScaled<Cpu>,
+    matrices: Option<usize>,
+    is_counted: impl Fn(usize) -> bool,
+) -> Result<Tally> {
+    let (mut tally, lift) = (Tally::default(), lift_of(x)?);
+    let (from, to) = (x.format.spec().block, Format::LIFTED.0.spec().block);
+    let n = x.rows / matrices.unwrap_or(1).max(1);
+    let beside = |row: usize| match matrices {
+        None => row..row + 1,
+        Some(_) => {
+            let first = row - row % n % to;
+            first..(first + to).min(row - row % n + n)
+        }
+    };
+    for row in (0..x.rows).filter(|row| is_counted(*row)) {
+        for first in (0..x.cols).step_by(to) {
+            let blocks = first / from..x.cols.min(first + to).div_ceil(from);
+            let shared = beside(row).flat_map(|row| blocks.clone().map(move |b| (row, b)));
+            let target = lift.target(shared.map(|(row, b)| scale_byte(x, row, b)));
+            blocks.for_each(|b| drop(lift_block(lift, x, (row, b), target, &mut tally)));
+        }
+    }
+    Ok(tally)
+}
+
 /// Converts row blocks of a lifted format to E4M3 in 2-D blocks, and also transposed if `transposed` is given. Each 128 × 128 block has one
 /// scale: its largest source scale, divided by the element's headroom.
 pub(super) fn lift_tiles(
