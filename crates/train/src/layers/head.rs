@@ -5,19 +5,23 @@
 //! `backward`. `nibble_choice::head_loss` chooses the length of a chunk: 512 tokens on a CPU, up to 8192 on a GPU.
 //!
 //! Under a recipe's `[head]`, the products may be quantized in any format in which a scale covers a block of tokens or less. Each chunk's
-//! input, and the BF16 gradients of the chunk's logits, are then quantized along rows and columns. The weight is quantized once per step,
-//! like any other weight.
+//! input, and the BF16 gradients of the chunk's logits, are then quantized along rows and columns. Random bits and the signs of transforms
+//! depend on the token's place in the step, so the length of a chunk does not change them. The weight is quantized once per step, like any
+//! other weight.
 
-use crate::convert::LayerName;
+use crate::convert::{Again, LayerName};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Gathering, Param, Wanted, Writes};
 
 use crate::spec::Part;
 use nibble_choice::head_loss;
-use nibble_core::formats::Codec;
-use nibble_core::ops::{CrossEntropy, Gemm, HeadLoss, HeadLossGrad, HeadLossOut, Planes, Quantize};
-use nibble_core::recipe::{Layer, LayerKind, LayerPlan};
+use nibble_core::formats::{Codec, fnv1a32};
+use nibble_core::ops::{
+    CrossEntropy, Gemm, HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, HeadOperand,
+    HeadRandom,
+};
+use nibble_core::recipe::{Layer, LayerKind, LayerPlan, Product};
 use nibble_core::{DType, Data, Error, Kernels, Operand, Result, Tensor};
 use std::sync::Arc;
 
@@ -103,8 +107,41 @@ impl<B: Kernels> Head<B> {
         let weight = self.weight(table);
         let w = weight.w()?;
         let chunk = head_loss::chunk(cx.b.kind(), w.rows());
-        let codecs = self.plan(cx).head()?.losses()?;
-        HeadLoss { x, w, codecs, targets, shards, chunk, grad: None }.run(cx.b)
+        let plan = self.plan(cx);
+        let codecs = plan.head()?.losses()?;
+        let random = self.random(cx, &plan, &codecs, x);
+        HeadLoss { x, w, codecs, random, targets, shards, chunk, grad: None }.run(cx.b)
+    }
+
+    /// The random bits and the transforms of the tensors that the kernel of the head quantizes by `codecs`. Their names are those of any
+    /// layer's tensors: the random bits have the name of the tensor, the signs have the name of the layer.
+    fn random<'c>(
+        &self,
+        cx: &'c Cx<'_, B>,
+        plan: &LayerPlan,
+        codecs: &HeadCodecs,
+        x: &Tensor<B>,
+    ) -> HeadRandom<'c, B> {
+        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = *codecs;
+        let bits = |tensor, codecs: [Option<Codec>; 2]| {
+            codecs.into_iter().flatten().any(|codec| codec.draws()).then(|| cx.bits(&self.id, tensor))
+        };
+        let transform = |product, codec: Option<Codec>| {
+            let planned = plan.products.iter().find(|planned| planned.product == product)?;
+            let transform = planned.transform.filter(|_| codec.is_some())?;
+            Some(cx.hadamard(&transform, fnv1a32(&self.id)))
+        };
+        let random = HeadRandom {
+            x: bits("x", [fprop_x, wgrad_x]),
+            dlogits: bits("dlogits", [dgrad_dy, wgrad_dy]),
+            fprop: transform(Product::Fprop, fprop_x),
+            dgrad: transform(Product::Dgrad, dgrad_dy),
+            wgrad: transform(Product::Wgrad, wgrad_dy),
+            row_id: None,
+        };
+        let by_token = random.x.is_some() || random.dlogits.is_some() || random.wgrad.is_some();
+        let groups = cx.groups_of(x).filter(|_| by_token);
+        HeadRandom { row_id: groups.map(|groups| &groups.row_id), ..random }
     }
 
     /// Computes the losses, and the gradients of the sum of the losses. The gradients are scaled by the factor in `control`
@@ -117,19 +154,24 @@ impl<B: Kernels> Head<B> {
         control: &B::Buf<f32>,
     ) -> Result<(HeadLossOut<B>, HeadSaved<B>)> {
         let HeadInput { x_td: x, targets, shards } = *input;
-        let codecs = self.plan(cx).head()?.losses_and_gradients()?;
+        let plan = self.plan(cx);
+        let codecs = plan.head()?.losses_and_gradients()?;
+        let random = self.random(cx, &plan, &codecs, x);
         let weight = self.weight_mut(table);
         let (w, wt) = (weight.w()?.clone(), weight.wt(cx)?.into_owned());
         let chunk = head_loss::chunk(cx.b.kind(), w.rows());
         let mut out = weight.add_gradient(cx, Writes::InParts, |dw, accumulate| {
             let grad = Some(HeadLossGrad { wt: &wt, control, dw, accumulate });
-            HeadLoss { x, w: &w, codecs, targets, shards, chunk, grad }.run(cx.b)
+            HeadLoss { x, w: &w, codecs, random, targets, shards, chunk, grad }.run(cx.b)
         })?;
+        let [of_x, of_dlogits] = random.operands(&codecs);
         cx.keep_counts(&self.id, "x", out.x_counts.as_ref());
-        cx.measure_again(|| Ok(vec![x.clone()]), [codecs.fprop_x, codecs.wgrad_x])?;
+        let groups = random.row_id.and_then(|_| cx.groups_of(x));
+        let again = || Again { x: x.clone(), place: HeadLossChunk::all(shards, x.rows), groups };
+        cx.measure_again(|| Ok(vec![again()]), &of_x)?;
         cx.keep_counts(&self.id, "dlogits", out.dlogits_counts.as_ref());
-        let dlogits = || sample_dlogits(cx, input, (&w, codecs.fprop_x), control);
-        cx.measure_again(dlogits, [codecs.dgrad_dy, codecs.wgrad_dy])?;
+        let dlogits = || sample_dlogits(cx, input, (&w, of_x.along_rows()), control);
+        cx.measure_again(dlogits, &of_dlogits)?;
         let dx = out.dx.take().ok_or(Error::Defect { place: "head_loss", what: "it gives no gradient" })?;
         Ok((out, HeadSaved { layer: self.id.clone(), dx }))
     }
@@ -143,18 +185,18 @@ impl<B: Kernels> Head<B> {
 }
 
 /// The gradients of the logits of the first tokens of each shard, which exist only inside the head's operation: made again by the operations
-/// that define it.
-fn sample_dlogits<B: Kernels>(
-    cx: &Cx<'_, B>,
+/// that define it. Stochastic rounding takes random bits as on a rank with the first tokens of a step.
+fn sample_dlogits<'s, B: Kernels>(
+    cx: &'s Cx<'_, B>,
     input: &HeadInput<'_, B>,
-    (w, codec): (&Operand<B>, Option<Codec>),
+    (w, operand): (&Operand<B>, HeadOperand<'_, B>),
     control: &B::Buf<f32>,
-) -> Result<Vec<Tensor<B>>> {
+) -> Result<Vec<Again<'s, B>>> {
     /// Tokens of a shard: whole blocks of any format, and no more than the head takes at a time.
     const TOKENS: usize = 256;
     let HeadInput { x_td: x, targets, shards } = *input;
     let each = x.rows / shards.max(1);
-    let of_shard = |shard: usize| -> Result<Tensor<B>> {
+    let of_shard = |shard: usize| -> Result<Again<'s, B>> {
         let (first, len) = (shard * each, each.min(TOKENS));
         let rows = first * x.cols..(first + len) * x.cols;
         let mut sample = Tensor::unwritten(cx.b, x.dtype(), len, x.cols)?;
@@ -165,14 +207,16 @@ fn sample_dlogits<B: Kernels>(
         }
         let mut of_sample = cx.b.alloc(len)?;
         cx.b.copy(targets, first..first + len, &mut of_sample, 0)?;
-        let a = match codec {
-            Some(codec) => Quantize::new(&sample, codec, Planes::Rows).run(cx.b)?.take_rows("head")?,
-            None => Operand::Plain(sample),
-        };
+        let tokens = first..first + len;
+        let place = HeadLossChunk { tokens, ..HeadLossChunk::all(1, len) };
+        let quantized = operand.quantizations(&sample, &place, None).pop();
+        let quantized = quantized.map(|op| op.run(cx.b)?.take_rows("head")).transpose()?;
+        let a = quantized.unwrap_or(Operand::Plain(sample));
         let logits = Gemm { a: &a, b: w, out: DType::F32 }.run(cx.b)?;
         let (targets, grad) = (&of_sample, Some(x.dtype()));
         let made = CrossEntropy { logits: &logits, targets, control, shards: 1, grad }.run(cx.b)?;
-        made.dlogits.ok_or(Error::Defect { place: "cross_entropy", what: "it gives no gradient" })
+        let x = made.dlogits.ok_or(Error::Defect { place: "cross_entropy", what: "it gives no gradient" })?;
+        Ok(Again { x, place, groups: None })
     };
     (0..shards).map(of_shard).collect()
 }

@@ -1,3 +1,4 @@
+use super::head_random::HeadRandom;
 use crate::error::expect_eq;
 use crate::ops::Control;
 use crate::ops::convert::quantize::{Counts, check_axis, check_planes};
@@ -30,8 +31,10 @@ const OP: &str = "head_loss";
 /// The two operands of each product may be quantized in any two formats. The caller quantizes the weight, and this op quantizes x and
 /// dlogits by `codecs`. Blocks run along rows for the products that compute logits and dx, and down columns for the product that computes
 /// dw. The result is the same as if [`crate::ops::Quantize`] had quantized x and dlogits for all tokens at once, after dlogits were rounded
-/// to the type of x. If a chunk ends inside a shard, its end is also the end of a column block. The op returns an error for formats with
-/// one scale per tensor or per whole column, because such a scale is not known before the last chunk.
+/// to the type of x. This includes random bits and transforms ([`HeadRandom`]): the random bits of an element depend on its position in the
+/// whole tensor, the signs of a transform down columns depend on the position of the token in its shard, and both are the same for any
+/// chunk length. If a chunk ends inside a shard, its end is also the end of a column block and of a transform block. The op returns an error
+/// for formats with one scale per tensor or per whole column, because such a scale is not known before the last chunk.
 #[derive(Debug)]
 pub struct HeadLoss<'a, B: Backend> {
     /// Shape `[t, d]`, F32 or BF16.
@@ -41,13 +44,15 @@ pub struct HeadLoss<'a, B: Backend> {
     pub w: &'a Operand<B>,
     /// The quantization of x and dlogits.
     pub codecs: HeadCodecs,
+    /// The random bits and the transforms of these quantizations.
+    pub random: HeadRandom<'a, B>,
     /// The token id that is the target of each row. [`crate::ops::CrossEntropy`] explains targets that are negative or too large.
     pub targets: &'a B::Buf<i32>,
     /// The number of shards, among which the rows are divided evenly.
     pub shards: usize,
     /// The largest number of tokens whose logits are in memory at the same time. `nibble_choice::head_loss::chunk` chooses this number for
     /// a device. The number must be even, because the BF16 dot product processes the contraction in pairs. If columns are quantized, the
-    /// number must be a multiple of the length of a column block. A long shard is divided into several chunks. A chunk may contain several
+    /// number must be a multiple of [`HeadLoss::column_block`]. A long shard is divided into several chunks. A chunk may contain several
     /// whole short shards, but not parts of two shards.
     pub chunk: usize,
     /// The arguments that are needed to compute gradients; `None` to compute only the losses.
@@ -55,7 +60,7 @@ pub struct HeadLoss<'a, B: Backend> {
 }
 
 /// The codecs of the operands that [`HeadLoss`] quantizes itself. The fields have the names of these operands in a recipe. If a codec is
-/// `None`, the operand is not quantized. The codecs may not round stochastically.
+/// `None`, the operand is not quantized.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct HeadCodecs {
     /// The codec of x with blocks along rows, for the product that computes the logits.
@@ -104,9 +109,6 @@ impl HeadCodecs {
             if codec.scale_kind().has_tensor_scale() || columns && codec.format().spec().block == WHOLE_LINE {
                 let why = "the head processes tokens in chunks, so a scale for all tokens is not known before the last chunk";
                 return Err(Error::unsupported(OP, codec.format(), why));
-            }
-            if codec.draws() {
-                return Err(Error::shape(OP, argument, codec.rounding(), "a rounding without random bits"));
             }
             if !gradients && argument != "codecs.fprop_x" {
                 return Err(Error::shape(
@@ -158,6 +160,8 @@ pub struct HeadLossChunk {
     pub shards: Range<usize>,
     /// The tokens of the chunk.
     pub tokens: Range<usize>,
+    /// The position that the first token of the chunk has in its shard.
+    pub position: usize,
     /// Whether the chunk contains the first tokens of its shards.
     pub is_first: bool,
     /// Whether the chunk contains the last tokens of its shards.
@@ -165,6 +169,11 @@ pub struct HeadLossChunk {
 }
 
 impl HeadLossChunk {
+    /// All tokens of all shards.
+    pub fn all(shards: usize, tokens: usize) -> Self {
+        Self { shards: 0..shards, tokens: 0..tokens, position: 0, is_first: true, is_last: true }
+    }
+
     /// The number of tokens of each shard in the chunk.
     pub fn tokens_each(&self) -> usize {
         self.tokens.len() / self.shards.len().max(1)
@@ -216,9 +225,11 @@ impl<B: Backend> HeadLoss<'_, B> {
     pub fn check(&self) -> Result<()> {
         let ((tokens, d), v) = (self.x.shape(), self.w.rows());
         self.codecs.check(self.grad.is_some())?;
+        self.random.check(OP, &self.codecs, tokens)?;
         check_weight("w", self.w, (v, d), self.x.dtype())?;
         expect_eq(OP, "targets.len()", B::len(self.targets), tokens)?;
         check_shards(OP, tokens, self.shards)?;
+        self.check_transforms(OP)?;
         if self.chunk == 0 || !self.chunk.is_multiple_of(2) {
             return Err(Error::shape(OP, "chunk", self.chunk, "an even number of tokens, at least 2"));
         }
@@ -229,15 +240,16 @@ impl<B: Backend> HeadLoss<'_, B> {
         self.check_columns(tokens)
     }
 
-    /// Checks that each shard begins with a new column block, and that no chunk cuts a column block. Column blocks of two lengths end at
-    /// the same row if each shard has whole blocks of both lengths.
+    /// Checks that each shard begins with a new column block, and that no chunk cuts a column block or a transform block. Column blocks of
+    /// two lengths end at the same row if each shard has whole blocks of both lengths.
     fn check_columns(&self, tokens: usize) -> Result<()> {
-        let (block, each) = (self.codecs.column_block(), tokens / self.shards);
+        let (block, each) = (self.column_block(), tokens / self.shards);
         if !self.chunk.is_multiple_of(block) {
             let expected = format!("a multiple of the columns' block of {block}");
             return Err(Error::shape(OP, "chunk", self.chunk, expected));
         }
-        let whole = self.shards > 1 || !self.codecs.columns_end_alike();
+        let is_grouped = self.shards > 1 || self.random.row_id.is_some() || self.random.wgrad.is_some();
+        let whole = is_grouped || !self.codecs.columns_end_alike();
         if whole && !each.is_multiple_of(block) {
             let expected = format!("a multiple of the columns' block of {block}");
             return Err(Error::shape(OP, "tokens of a shard", each, expected));
@@ -265,7 +277,7 @@ impl<B: Backend> HeadLoss<'_, B> {
             let whole = |first: usize| {
                 let shards = first..(first + together).min(shards);
                 let tokens = shards.start * each..shards.end * each;
-                HeadLossChunk { shards, tokens, is_first: true, is_last: true }
+                HeadLossChunk { shards, tokens, position: 0, is_first: true, is_last: true }
             };
             return (0..shards).step_by(together).map(whole).collect();
         }
@@ -273,7 +285,8 @@ impl<B: Backend> HeadLoss<'_, B> {
             (0..each).step_by(most).map(move |first| {
                 let end = (first + most).min(each);
                 let tokens = shard * each + first..shard * each + end;
-                HeadLossChunk { shards: shard..shard + 1, tokens, is_first: first == 0, is_last: end == each }
+                let (is_first, is_last) = (first == 0, end == each);
+                HeadLossChunk { shards: shard..shard + 1, tokens, position: first, is_first, is_last }
             })
         };
         (0..shards).flat_map(cut).collect()

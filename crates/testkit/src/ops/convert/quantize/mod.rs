@@ -100,7 +100,7 @@ impl<B: Kernels> Case<B> for StepOnDevice {
         let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
         let made = |random: Random<'_, B>| {
             let of_step = Stream { step: random.stream.step, ..signs };
-            let hadamard = hadamard.map(|len| Hadamard { len, signs: of_step, step: random.step });
+            let hadamard = hadamard.map(|len| Hadamard { len, signs: of_step, step: random.step, first: 0 });
             let random = codec.draws().then_some(random);
             let op = Quantize { random, hadamard, ..Quantize::new(&x, codec, planes) };
             let mut out = Outputs::default();
@@ -328,7 +328,7 @@ impl<B: Kernels> Case<B> for Transformed {
         let (x, groups) = matrix(b, self.spread, (self.rows, cols), self.dtype, self.input, pads)?;
         let random = codec.draws().then(|| stream("quantize.random").into());
         let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
-        let hadamard = Some(Hadamard { len, signs, step: None });
+        let hadamard = Some(Hadamard { len, signs, step: None, first: 0 });
         let made = Quantize { groups: groups.as_ref(), random, hadamard, ..Quantize::new(&x, codec, planes) }
             .run(b)?;
         let mut out = Outputs::default();
