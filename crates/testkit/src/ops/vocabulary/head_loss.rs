@@ -133,9 +133,10 @@ impl Head {
         let Self { d, vocab, dtype, .. } = *self;
         let w = self.w();
         let wt: Vec<f32> = (0..d * vocab).map(|i| w[i % vocab * d + i / vocab]).collect();
-        let operand = |w: &[f32], codec: Option<Codec>, rows, cols, (at, product)| match codec {
+        let operand = |w: &[f32], of: Option<Codec>, rows, cols, (at, product)| match of {
             None => plain(b, dtype, w, rows, cols).map(Operand::Plain),
-            Some(codec) => {
+            Some(of_operand) => {
+                let codec = codec(of_operand.format(), of_operand.rule(), Rounding::NearestEven);
                 let transform = self.drawn.and_then(|drawn| drawn.transforms[at]);
                 let tiles = codec.format().spec().tiles && transform.is_none();
                 let axis = if tiles { BlockAxis::Tile } else { BlockAxis::Row };
