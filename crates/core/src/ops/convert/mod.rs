@@ -1,10 +1,10 @@
 //! Conversions: quantize, dequantize, transcode, their counts, and layouts of scales.
 
-pub(super) mod hadamard;
 pub(super) mod measure_quantization;
 pub(super) mod quantize;
 pub(super) mod quantize_pack;
+pub(super) mod random;
 pub(super) mod scale_tiles;
 pub(super) mod transcode;
 
-pub use {hadamard::*, measure_quantization::*, quantize::*, quantize_pack::*, scale_tiles::*, transcode::*};
+pub use {measure_quantization::*, quantize::*, quantize_pack::*, random::*, scale_tiles::*, transcode::*};

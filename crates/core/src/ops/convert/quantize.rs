@@ -1,8 +1,8 @@
 use crate::error::expect_eq;
-use crate::ops::convert::hadamard::Hadamard;
+use crate::ops::convert::random::{Hadamard, Random, check_step};
 use crate::ops::products::numbers::{Numbers, Taken};
 use crate::{Agreement, Backend, BlockScaled, DType, Error, Groups, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, Correction, Format, ScaleRule, Stream};
+use nibble_formats::{BlockAxis, Codec, Correction, Format, ScaleRule};
 
 /// Which block-scaled tensors of a matrix to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -161,35 +161,6 @@ impl<B: Backend> Emitted<B> {
             (None, Some(rows @ Operand::Plain(_))) => Ok(rows.clone()),
             _ => Err(Error::shape(op, "cols", "not written", "a column plane")),
         }
-    }
-}
-
-/// The random bits of each element for stochastic rounding, which are a function of the seed, the tensor (the `site` of the stream), and
-/// the step.
-#[derive(Debug)]
-pub struct Random<'a, B: Backend> {
-    /// The stream that gives the seed, the purpose and the site, and also the step if `step` is `None`.
-    pub stream: Stream,
-    /// A device buffer whose first value is the number of the step. The operation reads the step from this buffer when it runs, so that
-    /// each replay of recorded work uses other random bits. The step in this buffer replaces the step of `stream`.
-    pub step: Option<&'a B::Buf<u32>>,
-    /// The index that the first element of this tensor has in the whole tensor, a multiple of the row length. The index is above 0 if this
-    /// tensor is a shard of the whole tensor that does not start at its first row.
-    pub first: u64,
-}
-
-impl<B: Backend> Clone for Random<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<B: Backend> Copy for Random<'_, B> {}
-
-impl<B: Backend> From<Stream> for Random<'_, B> {
-    /// Random bits for a whole tensor, at the stream's own step.
-    fn from(stream: Stream) -> Self {
-        Self { stream, step: None, first: 0 }
     }
 }
 
@@ -540,18 +511,6 @@ fn check_tensor_scale(op: &'static str, codec: Codec) -> Result<()> {
     match codec.scale_kind().has_tensor_scale() {
         true => Ok(()),
         false => Err(Error::unsupported(op, codec.format(), "it has no scale of a tensor")),
-    }
-}
-
-/// Checks that a buffer on the device that should contain the number of the step is not empty.
-pub(crate) fn check_step<B: Backend>(
-    op: &'static str,
-    argument: &'static str,
-    step: Option<&B::Buf<u32>>,
-) -> Result<()> {
-    match step {
-        Some(step) if B::len(step) == 0 => Err(Error::shape(op, argument, "an empty buffer", "the step")),
-        _ => Ok(()),
     }
 }
 

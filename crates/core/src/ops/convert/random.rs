@@ -1,4 +1,5 @@
-use crate::ops::convert::quantize::check_step;
+//! What a quantization takes of random streams: random bits, and transforms with random signs.
+
 use crate::{Backend, Error, Result};
 use nibble_formats::{Purpose, Stream, hadamard};
 
@@ -49,5 +50,46 @@ impl<B: Backend> Hadamard<'_, B> {
             return Err(Error::shape(op, of_purpose, format!("{:?}", self.signs.purpose), "Sign"));
         }
         check_step::<B>(op, of_step, self.step)
+    }
+}
+
+/// The random bits of each element for stochastic rounding, which are a function of the seed, the tensor (the `site` of the stream), and
+/// the step.
+#[derive(Debug)]
+pub struct Random<'a, B: Backend> {
+    /// The stream that gives the seed, the purpose and the site, and also the step if `step` is `None`.
+    pub stream: Stream,
+    /// A device buffer whose first value is the number of the step. The operation reads the step from this buffer when it runs, so that
+    /// each replay of recorded work uses other random bits. The step in this buffer replaces the step of `stream`.
+    pub step: Option<&'a B::Buf<u32>>,
+    /// The index that the first element of this tensor has in the whole tensor, a multiple of the row length. The index is above 0 if this
+    /// tensor is a shard of the whole tensor that does not start at its first row.
+    pub first: u64,
+}
+
+impl<B: Backend> Clone for Random<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for Random<'_, B> {}
+
+impl<B: Backend> From<Stream> for Random<'_, B> {
+    /// Random bits for a whole tensor, at the stream's own step.
+    fn from(stream: Stream) -> Self {
+        Self { stream, step: None, first: 0 }
+    }
+}
+
+/// Checks that a buffer on the device that should contain the number of the step is not empty.
+pub(crate) fn check_step<B: Backend>(
+    op: &'static str,
+    argument: &'static str,
+    step: Option<&B::Buf<u32>>,
+) -> Result<()> {
+    match step {
+        Some(step) if B::len(step) == 0 => Err(Error::shape(op, argument, "an empty buffer", "the step")),
+        _ => Ok(()),
     }
 }
