@@ -2,10 +2,9 @@
 
 use crate::GpuKernels;
 pub use crate::gpu_kernels::TargetRows;
-use nibble_core::formats::Codec;
 use nibble_core::ops::{
-    Counts, Emitted, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, Planes, ProductArgs, ProductDims,
-    Quantize, Ragged,
+    Counts, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, HeadOperand, HeadRandom, ProductArgs,
+    ProductDims, Ragged,
 };
 use nibble_core::{Backend, DType, DeviceKind, Error, Groups, Operand, Result, Tensor};
 
@@ -35,21 +34,27 @@ pub fn chunk(kind: DeviceKind, vocab: usize) -> usize {
 
 /// `head_loss` on a GPU.
 pub fn head_loss<B: GpuKernels>(b: &B, op: HeadLoss<'_, B>) -> Result<HeadLossOut<B>> {
-    let (out, chunks, vocab, codecs) = (op.result(b)?, op.chunks(), op.w.rows(), op.codecs);
+    let (out, chunks, vocab) = (op.result(b)?, op.chunks(), op.w.rows());
+    let ([x_operand, dlogits_operand], block, random) = (op.operands(), op.column_block(), op.random);
     let HeadLoss { x, w, targets, grad, .. } = op;
     let (d, dtype, loss) = (x.cols, x.dtype(), b.alloc::<f32>(x.rows)?);
     let control = grad.as_ref().map(|grad| grad.control);
-    let of_x = Quantizer { rows: codecs.fprop_x, cols: codecs.wgrad_x, counts: out.x_counts.as_ref() };
-    let of_dlogits =
-        Quantizer { rows: codecs.dgrad_dy, cols: codecs.wgrad_dy, counts: out.dlogits_counts.as_ref() };
+    let of_x = Quantizer { operand: x_operand, counts: out.x_counts.as_ref() };
+    let of_dlogits = Quantizer { operand: dlogits_operand, counts: out.dlogits_counts.as_ref() };
     let mut gradients = match (grad, &out.dx) {
-        (Some(grad), Some(dx)) => Some(Gradients::new(b, dx, grad, &chunks, codecs.column_block())?),
+        (Some(grad), Some(dx)) => Some(Gradients::new(b, dx, grad, &chunks)?),
         _ => None,
+    };
+    let groups = match gradients.is_some() || random.row_id.is_some() {
+        true => groups_of(b, &chunks, block)?,
+        false => Vec::new(),
     };
     for chunk in &chunks {
         let tokens = chunk.tokens.clone();
         let rows = tokens.len();
-        let x = of_x.factors(b, b.rows_of(x, tokens.clone())?)?;
+        let rows_of_shards = with_ids(b, &random, chunk, (&groups, block))?;
+        let at = (chunk, rows_of_shards.as_ref());
+        let x = of_x.factors(b, b.rows_of(x, tokens.clone())?, at)?;
         let mut logits = Tensor::unwritten(b, DType::F32, rows, vocab)?;
         dense(b, ProductDims { m: rows, n: vocab, k: d }, (&x.rows, w), &mut logits)?;
         let targets = b.part_of(targets, tokens.clone())?;
@@ -63,8 +68,8 @@ pub fn head_loss<B: GpuKernels>(b: &B, op: HeadLoss<'_, B>) -> Result<HeadLossOu
         b.target_rows(&rows_of, &logits, &loss, Some(&dlogits))?;
         // Frees the logits before the quantized gradients are allocated.
         drop(logits);
-        let dlogits = of_dlogits.factors(b, dlogits)?;
-        gradients.add(b, chunk, &dlogits, &x)?;
+        let dlogits = of_dlogits.factors(b, dlogits, at)?;
+        gradients.add(b, (chunk, &groups), &dlogits, &x)?;
     }
     b.sum_losses(&loss, &out.shard_nats)?;
     Ok(out)
@@ -84,8 +89,7 @@ fn dense<B: GpuKernels>(
 
 /// Quantizes a tensor into the operands of the products, chunk by chunk, and adds up the counts.
 struct Quantizer<'a, B: Backend> {
-    rows: Option<Codec>,
-    cols: Option<Codec>,
+    operand: HeadOperand<'a, B>,
     counts: Option<&'a Counts<B>>,
 }
 
@@ -97,24 +101,20 @@ struct Factors<B: Backend> {
 
 impl<B: GpuKernels> Quantizer<'_, B> {
     /// The operands of a chunk. The chunk itself stays alive only if a product reads it unquantized.
-    fn factors(&self, b: &B, x: Tensor<B>) -> Result<Factors<B>> {
-        if let (Some(rows), true) = (self.rows, self.rows == self.cols) {
-            let both = self.quantize(b, &x, rows, Planes::Both)?;
-            return Ok(Factors { rows: both.take_rows(OP)?, cols: both.take_cols(OP)? });
+    fn factors(
+        &self,
+        b: &B,
+        x: Tensor<B>,
+        (chunk, groups): (&HeadLossChunk, Option<&Groups<B>>),
+    ) -> Result<Factors<B>> {
+        let (mut rows, mut cols) = (None, None);
+        for op in self.operand.quantizations(&x, chunk, groups) {
+            let made = b.quantize_counting(op, self.counts)?;
+            (rows, cols) = (rows.or(made.rows), cols.or(made.cols));
         }
-        let rows = match self.rows {
-            Some(codec) => self.quantize(b, &x, codec, Planes::Rows)?.take_rows(OP)?,
-            None => Operand::Plain(x.clone()),
-        };
-        let cols = match self.cols {
-            Some(codec) => self.quantize(b, &x, codec, Planes::Cols)?.take_cols(OP)?,
-            None => Operand::Plain(x),
-        };
+        let rows = rows.unwrap_or_else(|| Operand::Plain(x.clone()));
+        let cols = cols.unwrap_or(Operand::Plain(x));
         Ok(Factors { rows, cols })
-    }
-
-    fn quantize(&self, b: &B, x: &Tensor<B>, codec: Codec, planes: Planes) -> Result<Emitted<B>> {
-        b.quantize_counting(Quantize::new(x, codec, planes), self.counts)
     }
 }
 
@@ -128,45 +128,39 @@ struct Gradients<'a, B: Backend> {
     accumulate: bool,
     /// The F32 sum of a shard that takes several chunks, `[vocab, d]`: it is needed because a BF16 dw would be rounded after each chunk.
     sum: Option<Tensor<B>>,
-    groups: Grouped<B>,
 }
 
 /// The groups of each kind of chunk. The key is the chunk's number of shards and the number of tokens of each shard.
 type Grouped<B> = Vec<((usize, usize), Groups<B>)>;
 
 impl<'a, B: GpuKernels> Gradients<'a, B> {
-    fn new(
-        b: &B,
-        dx: &'a Tensor<B>,
-        grad: HeadLossGrad<'a, B>,
-        chunks: &[HeadLossChunk],
-        block: usize,
-    ) -> Result<Self> {
+    fn new(b: &B, dx: &'a Tensor<B>, grad: HeadLossGrad<'a, B>, chunks: &[HeadLossChunk]) -> Result<Self> {
         let HeadLossGrad { wt, dw, accumulate, .. } = grad;
         b.make_sole(dw)?;
         let apart = chunks.iter().any(|chunk| !chunk.is_last) && dw.dtype() == DType::Bf16;
         let sum = apart.then(|| Tensor::unwritten(b, DType::F32, wt.cols(), wt.rows())).transpose()?;
-        let groups = groups_of(b, chunks, block)?;
-        Ok(Self { wt, dx, dw, accumulate, sum, groups })
+        Ok(Self { wt, dx, dw, accumulate, sum })
     }
 
     /// Computes a chunk's dx, and adds the chunk's share of dw.
-    fn add(&mut self, b: &B, chunk: &HeadLossChunk, dlogits: &Factors<B>, x: &Factors<B>) -> Result<()> {
+    fn add(
+        &mut self,
+        b: &B,
+        (chunk, groups): (&HeadLossChunk, &Grouped<B>),
+        dlogits: &Factors<B>,
+        x: &Factors<B>,
+    ) -> Result<()> {
         let (vocab, d) = (self.wt.cols(), self.wt.rows());
         let mut dx = b.rows_of(self.dx, chunk.tokens.clone())?;
         let dims = ProductDims { m: chunk.tokens.len(), n: d, k: vocab };
         dense(b, dims, (&dlogits.rows, self.wt), &mut dx)?;
 
         let mut dw = b.rows_of(self.dw, chunk.shards.start * vocab..chunk.shards.end * vocab)?;
-        let key = key_of(chunk);
-        let groups = self.groups.iter().find(|(known, _)| *known == key);
-        let unknown = || Error::shape(OP, "chunk", format!("{chunk:?}"), "one of the operation's");
-        let (_, groups) = groups.ok_or_else(unknown)?;
         let before = if self.sum.is_none() { self.accumulate } else { false };
         let product = ProductArgs {
             op: OP,
             ragged: Ragged::Contraction,
-            groups: Some(groups),
+            groups: Some(listed(groups, chunk)?),
             // Column tensors end with a whole block.
             dims: ProductDims { m: vocab, n: d, k: dlogits.cols.rows() },
             a: &dlogits.cols,
@@ -184,6 +178,26 @@ fn key_of(chunk: &HeadLossChunk) -> (usize, usize) {
     (chunk.shards.len(), chunk.tokens_each())
 }
 
+/// The groups of a chunk.
+fn listed<'g, B: Backend>(groups: &'g Grouped<B>, chunk: &HeadLossChunk) -> Result<&'g Groups<B>> {
+    let key = key_of(chunk);
+    let unknown = || Error::shape(OP, "chunk", format!("{chunk:?}"), "one of the operation's");
+    groups.iter().find(|(known, _)| *known == key).map(|(_, groups)| groups).ok_or_else(unknown)
+}
+
+/// The groups of a chunk with the ids of its rows; `None` if rows have no ids. If rows have ids, each group has whole column blocks of
+/// `block` rows.
+fn with_ids<B: GpuKernels>(
+    b: &B,
+    random: &HeadRandom<'_, B>,
+    chunk: &HeadLossChunk,
+    (groups, block): (&Grouped<B>, usize),
+) -> Result<Option<Groups<B>>> {
+    let Some(ids) = random.row_id else { return Ok(None) };
+    let row_id = b.part_of(ids, chunk.tokens.clone())?;
+    Ok(Some(Groups { row_id, align: block, ..listed(groups, chunk)?.clone() }))
+}
+
 /// The groups of all chunks; their column tensors end with a whole block. The groups are computed on the device, because this function
 /// uploads nothing. The groups exist before the first logits, so that the logits of each chunk reuse the memory of the previous chunk's
 /// logits.
@@ -197,7 +211,7 @@ fn groups_of<B: GpuKernels>(b: &B, chunks: &[HeadLossChunk], block: usize) -> Re
         let groups = Groups {
             start: b.alloc(count + 1)?,
             len: b.alloc(count)?,
-            // No kernel reads row ids here.
+            // Products read no row ids.
             row_id: b.alloc(0)?,
             num_groups: count,
             align: 1,

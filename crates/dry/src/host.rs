@@ -2,9 +2,9 @@
 
 use crate::memory::InPlace;
 use crate::{Dry, ops};
-use nibble_core::formats::{BlockAxis, Codec, Format};
+use nibble_core::formats::{BlockAxis, Format};
 use nibble_core::ops::*;
-use nibble_core::{BlockScaled, DType, Operand, Result, Tensor};
+use nibble_core::{BlockScaled, DType, Groups, Operand, Result, Tensor};
 
 impl Dry {
     /// A BF16 operand widened to F32, if the other operand is F32.
@@ -59,7 +59,7 @@ impl Dry {
     pub(crate) fn head_loss_on_host(&self, mut op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
         let (out, longest) = (op.result(self)?, op.longest_chunk());
         let ((tokens, d), vocab, dtype) = (op.x.shape(), op.w.rows(), op.x.dtype());
-        let mut chunks: Vec<usize> = op.chunks().iter().map(|chunk| chunk.tokens.len()).collect();
+        let mut chunks = op.chunks();
         let _loss = self.buf::<f32>(tokens)?;
         let _logits = Tensor::unwritten(self, DType::F32, longest, vocab)?;
         let mut beside = None;
@@ -72,12 +72,14 @@ impl Dry {
             let chain = apart.then(|| Tensor::unwritten(self, DType::F32, vocab, d)).transpose()?;
             beside = Some((dlogits, chain));
         }
-        let of_w = HeadProducts { w: op.w, wt: op.grad.as_ref().map(|grad| grad.wt), codecs: op.codecs };
+        let wt = op.grad.as_ref().map(|grad| grad.wt);
+        let (operands, random, block) = (op.operands(), op.random, op.column_block());
+        let of_w = HeadProducts { w: op.w, wt, operands, random, block };
         // A chunk reuses the memory of the previous chunk of the same length. The lifted weights of the first chunk stay in memory.
-        chunks.dedup();
+        chunks.dedup_by_key(|chunk| chunk.tokens.len());
         let mut of_weights = Vec::new();
-        for rows in chunks {
-            self.head_chunk_on_host(&of_w, (rows, d, vocab, dtype), beside.is_some(), &mut of_weights)?;
+        for chunk in &chunks {
+            self.head_chunk_on_host(&of_w, chunk, (d, vocab, dtype), beside.is_some(), &mut of_weights)?;
         }
         Ok(out)
     }
@@ -86,14 +88,16 @@ impl Dry {
     fn head_chunk_on_host(
         &self,
         of: &HeadProducts<'_>,
-        (rows, d, vocab, dtype): (usize, usize, usize, DType),
+        chunk: &HeadLossChunk,
+        (d, vocab, dtype): (usize, usize, DType),
         gradients: bool,
         of_weights: &mut Vec<BlockScaled<Self>>,
     ) -> Result<()> {
-        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = of.codecs;
         let is_block = |w: Option<&Operand<Self>>| matches!(w, Some(Operand::Block(_)));
-        let x = [fprop_x, wgrad_x];
-        let x = self.head_planes((rows, d, dtype), x, [is_block(Some(of.w)), wgrad_dy.is_some()])?;
+        let groups = of.random.groups_of(self, chunk, of.block)?;
+        let (at, [of_x, of_dlogits]) = ((chunk, groups.as_ref()), &of.operands);
+        let [x_cols, dlogits_cols] = [of_x, of_dlogits].map(|operand| operand.codecs()[1].is_some());
+        let x = self.head_planes((d, dtype), of_x, at, [is_block(Some(of.w)), dlogits_cols])?;
         let first = of_weights.is_empty();
         let mut dense = |planes: &HeadPlanes, w: &Operand<Self>| -> Result<()> {
             let Some(a) = &planes.rows else { return Ok(()) };
@@ -106,9 +110,7 @@ impl Dry {
         };
         dense(&x, of.w)?;
         let Some(wt) = of.wt.filter(|_| gradients) else { return Ok(()) };
-        let dlogits = [dgrad_dy, wgrad_dy];
-        let dlogits =
-            self.head_planes((rows, vocab, dtype), dlogits, [is_block(Some(wt)), wgrad_x.is_some()])?;
+        let dlogits = self.head_planes((vocab, dtype), of_dlogits, at, [is_block(Some(wt)), x_cols])?;
         dense(&dlogits, wt)?;
         if let (Some(dy), Some(x)) = (&dlogits.cols, &x.cols) {
             let _both = (self.lifted_first(dy, x)?, self.lifted_second(x, dy, 1)?);
@@ -119,31 +121,25 @@ impl Dry {
     /// A matrix in row blocks and in column blocks, as far as GEMMs need them. A plain matrix next to a quantized operand is copied.
     fn head_planes(
         &self,
-        (rows, cols, dtype): (usize, usize, DType),
-        codecs: [Option<Codec>; 2],
+        (cols, dtype): (usize, DType),
+        operand: &HeadOperand<'_, Self>,
+        (chunk, groups): (&HeadLossChunk, Option<&Groups<Self>>),
         beside: [bool; 2],
     ) -> Result<HeadPlanes> {
         let mut made = HeadPlanes { rows: None, cols: None };
+        let codecs = operand.codecs();
         if codecs == [None, None] && beside == [false, false] {
             return Ok(made);
         }
-        let x = Tensor::unwritten(self, dtype, rows, cols)?;
-        let quantize = |codec, planes| ops::quantize(self, Quantize::new(&x, codec, planes));
-        if let [Some(rows), Some(cols)] = codecs
-            && rows == cols
-        {
-            let both = quantize(rows, Planes::Both)?;
-            return Ok(HeadPlanes { rows: both.rows, cols: both.cols });
+        let x = Tensor::unwritten(self, dtype, chunk.tokens.len(), cols)?;
+        for op in operand.quantizations(&x, chunk, groups) {
+            let quantized = ops::quantize(self, op)?;
+            made.rows = made.rows.or(quantized.rows);
+            made.cols = made.cols.or(quantized.cols);
         }
-        let plain = |side: usize| beside[side].then(|| Operand::Plain(x.clone()));
-        made.rows = match codecs[0] {
-            Some(codec) => quantize(codec, Planes::Rows)?.rows,
-            None => plain(0),
-        };
-        made.cols = match codecs[1] {
-            Some(codec) => quantize(codec, Planes::Cols)?.cols,
-            None => plain(1),
-        };
+        let plain = |side: usize| (beside[side] && codecs[side].is_none()).then(|| Operand::Plain(x.clone()));
+        made.rows = made.rows.or_else(|| plain(0));
+        made.cols = made.cols.or_else(|| plain(1));
         Ok(made)
     }
 }
@@ -152,7 +148,11 @@ impl Dry {
 struct HeadProducts<'a> {
     w: &'a Operand<Dry>,
     wt: Option<&'a Operand<Dry>>,
-    codecs: HeadCodecs,
+    /// How x and the gradients of the logits are quantized.
+    operands: [HeadOperand<'a, Dry>; 2],
+    random: HeadRandom<'a, Dry>,
+    /// Number of rows of the longest column block.
+    block: usize,
 }
 
 /// A matrix of a chunk in the layouts that GEMMs read.

@@ -251,7 +251,9 @@ pub fn head_loss(op: &HeadLoss<'_, Dry>) -> Counted {
     let sizes = [tokens, vocab, d];
     let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = op.codecs;
     let form = |codec: Option<Codec>| codec.map_or(plain(op.x.dtype()), |codec| codec.format());
-    let logits = Work::reads(&[op.x, op.w, op.targets]).multiplies((form(fprop_x), op.w.format()), sizes);
+    let ids: Option<&Buf<i32>> = op.random.row_id;
+    let logits =
+        Work::reads(&[op.x, op.w, op.targets, &ids]).multiplies((form(fprop_x), op.w.format()), sizes);
     let Some(grad) = &op.grad else { return logits.into() };
     let dw: &Tensor<Dry> = grad.dw;
     logits

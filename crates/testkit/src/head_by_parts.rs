@@ -1,10 +1,9 @@
 //! The head loss computed by the separate operations on decoded values: operands are quantized and decoded again, and F32 GEMMs sum in
 //! their own order. Any single quantization may be skipped.
 
-use nibble_core::formats::Codec;
 use nibble_core::ops::{
-    Cast, Control, Counts, CrossEntropy, Dequantize, Gemm, GroupedWgrad, HeadLoss, HeadLossOut, Planes,
-    Quantize,
+    Cast, Control, Counts, CrossEntropy, Dequantize, Gemm, GroupedWgrad, HeadLoss, HeadLossChunk,
+    HeadLossOut, HeadOperand,
 };
 use nibble_core::{DType, Groups, Kernels, Operand, Result, Tensor};
 
@@ -14,10 +13,12 @@ pub(crate) fn head_by_parts<B: Kernels>(
     op: HeadLoss<'_, B>,
     left_out: &'static str,
 ) -> Result<HeadLossOut<B>> {
-    let HeadLoss { x, w, codecs, targets, shards, grad, .. } = op;
-    let parts = Parts { b, left_out };
-    let ([x_rows, x_cols], x_counts) =
-        parts.factors(x, [("codecs.fprop_x", codecs.fprop_x), ("codecs.wgrad_x", codecs.wgrad_x)])?;
+    let all = HeadLossChunk::all(op.shards, op.x.rows);
+    let groups = op.random.groups_of(b, &all, op.column_block())?;
+    let [of_x, of_dlogits] = op.operands();
+    let HeadLoss { x, w, targets, shards, grad, .. } = op;
+    let parts = Parts { b, left_out, at: (&all, groups.as_ref()) };
+    let ([x_rows, x_cols], x_counts) = parts.factors(x, &of_x, ["codecs.fprop_x", "codecs.wgrad_x"])?;
     let logits = Gemm { a: &x_rows, b: &parts.values(w)?, out: DType::F32 }.run(b)?;
     let none = b.zeros(Control::LEN)?;
     let (control, dtype) =
@@ -31,8 +32,8 @@ pub(crate) fn head_by_parts<B: Kernels>(
         dlogits_counts: None,
     };
     if let (Some(grad), Some(dlogits)) = (grad, loss.dlogits) {
-        let arguments = [("codecs.dgrad_dy", codecs.dgrad_dy), ("codecs.wgrad_dy", codecs.wgrad_dy)];
-        let ([rows, cols], counts) = parts.factors(&dlogits, arguments)?;
+        let arguments = ["codecs.dgrad_dy", "codecs.wgrad_dy"];
+        let ([rows, cols], counts) = parts.factors(&dlogits, &of_dlogits, arguments)?;
         out.dlogits_counts = counts;
         out.dx = Some(Gemm { a: &rows, b: &parts.values(grad.wt)?, out: x.dtype() }.run(b)?);
         let groups = Groups::uniform(b, shards, x.rows / shards.max(1), 1, 0)?;
@@ -42,12 +43,11 @@ pub(crate) fn head_by_parts<B: Kernels>(
     Ok(out)
 }
 
-/// An argument's name and codec.
-type Argument = (&'static str, Option<Codec>);
-
-struct Parts<'a, B> {
+struct Parts<'a, B: Kernels> {
     b: &'a B,
     left_out: &'static str,
+    /// All tokens, and their shards if rows have ids.
+    at: (&'a HeadLossChunk, Option<&'a Groups<B>>),
 }
 
 impl<B: Kernels> Parts<'_, B> {
@@ -71,36 +71,30 @@ impl<B: Kernels> Parts<'_, B> {
         }
     }
 
-    /// The values of row blocks, the values of column blocks, and the block counts.
+    /// The values of row blocks, the values of column blocks, and the block counts. `arguments` are the names of both codecs.
     #[allow(clippy::type_complexity)] // the type is two operands, and counts if something is quantized
     fn factors(
         &self,
         x: &Tensor<B>,
-        [rows, cols]: [Argument; 2],
+        operand: &HeadOperand<'_, B>,
+        arguments: [&'static str; 2],
     ) -> Result<([Operand<B>; 2], Option<Counts<B>>)> {
         let plain = Operand::Plain(x.clone());
-        let mut made = [plain.clone(), plain.clone()];
+        let mut made = [None, None];
         let mut counts = [0; 3];
-        if let ((_, Some(codec)), true) = (rows, rows.1 == cols.1) {
-            let both = Quantize::new(x, codec, Planes::Both).run(self.b)?;
-            made = [both.take_rows("rows")?, both.take_cols("columns")?];
-            self.add(&mut counts, &both.counts)?;
-        } else {
-            if let (_, Some(codec)) = rows {
-                let emitted = Quantize::new(x, codec, Planes::Rows).run(self.b)?;
-                made[0] = emitted.take_rows("rows")?;
-                self.add(&mut counts, &emitted.counts)?;
-            }
-            if let (_, Some(codec)) = cols {
-                let emitted = Quantize::new(x, codec, Planes::Cols).run(self.b)?;
-                made[1] = emitted.take_cols("columns")?;
-                self.add(&mut counts, &emitted.counts)?;
-            }
+        let quantizations = operand.quantizations(x, self.at.0, self.at.1);
+        let counted = !quantizations.is_empty();
+        for op in quantizations {
+            let emitted = op.run(self.b)?;
+            self.add(&mut counts, &emitted.counts)?;
+            made = [made[0].take().or(emitted.rows), made[1].take().or(emitted.cols)];
         }
-        for ((argument, _), made) in [rows, cols].into_iter().zip(&mut made) {
-            *made = self.values_of(if argument == self.left_out { &plain } else { &*made }, x.rows)?;
-        }
-        let counted = rows.1.is_some() || cols.1.is_some();
+        let of = |argument: &str, made: Option<Operand<B>>| {
+            let quantized = made.filter(|_| argument != self.left_out);
+            self.values_of(quantized.as_ref().unwrap_or(&plain), x.rows)
+        };
+        let [rows, cols] = made;
+        let made = [of(arguments[0], rows)?, of(arguments[1], cols)?];
         let counts = counted.then(|| self.b.upload(&counts)).transpose()?.map(Counts);
         Ok((made, counts))
     }

@@ -272,7 +272,7 @@ impl Dice {
 
     /// One format for all operands of all GEMMs. Both operands of wgrad may be transformed, in the syntax of older recipes.
     fn products(&mut self, format: Format, kind: LayerKind) -> Keys {
-        let is_transformed = format.is_block() && kind != LayerKind::Head && self.once_in(4);
+        let is_transformed = format.is_block() && self.once_in(4);
         let rht = if is_transformed { ", rht = 64" } else { "" };
         let of = |more: &str| format!("{{ format = \"{format}\"{more} }}");
         let mut keys = Keys::from([

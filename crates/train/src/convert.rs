@@ -7,10 +7,10 @@
 use crate::cx::Cx;
 use crate::record::{ChangeKind, CountSite, FoundCells};
 use crate::shards::Spans;
-use nibble_core::formats::{BlockAxis, Codec, Purpose, Stream, fnv1a32};
+use nibble_core::formats::{BlockAxis, Purpose, Stream, fnv1a32};
 use nibble_core::ops::{
-    Cast, Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, MeasureQuantization, Numbers,
-    PackedRows, Planes, Quantize, QuantizePack, Random, Transcode,
+    Cast, Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, HeadLossChunk, HeadOperand,
+    MeasureQuantization, Numbers, PackedRows, Planes, Quantize, QuantizePack, Random, Transcode,
 };
 use nibble_core::recipe::{Computed, Conversion, Pair, Precision, Route, Transform};
 use nibble_core::{BlockScaled, DType, Error, Groups, Kernels, Operand, Result, RowKind, Tensor};
@@ -58,6 +58,17 @@ pub struct EarlierScales<'a, B: Kernels> {
     pub delayed: Delayed<'a, B>,
     /// The tensor's cells in the table of largest magnitudes of this step.
     pub cells: FoundCells,
+}
+
+/// Values that are quantized again, in order to measure the quantization.
+#[derive(Debug)]
+pub(crate) struct Again<'s, B: Kernels> {
+    /// The values.
+    pub x: Tensor<B>,
+    /// Their place among the rows of a micro-batch.
+    pub place: HeadLossChunk,
+    /// The shards of the rows, if the rows have ids.
+    pub groups: Option<&'s Groups<B>>,
 }
 
 impl<B: Kernels> Cx<'_, B> {
@@ -310,34 +321,26 @@ impl<B: Kernels> Cx<'_, B> {
         self.measures.is_some_and(|sample| self.counted.borrow().is_measured(sample))
     }
 
-    /// In a step that measures their layer: counts what the last kept quantization did to values that an operation quantized on the way, by
-    /// these codecs along rows and along columns. `x` makes the values, or a part of them.
+    /// In a step that measures their layer: counts what the last kept quantization did to values that an operation quantized on the way,
+    /// like `operand`. `x` makes the values, or a part of them, with the part's place among all rows.
     ///
     /// # Errors
     /// From the backend.
-    pub(crate) fn measure_again(
-        &self,
-        x: impl FnOnce() -> Result<Vec<Tensor<B>>>,
-        codecs: [Option<Codec>; 2],
+    pub(crate) fn measure_again<'s>(
+        &'s self,
+        x: impl FnOnce() -> Result<Vec<Again<'s, B>>>,
+        operand: &HeadOperand<'_, B>,
     ) -> Result<()> {
-        if codecs == [None; 2] || !self.measures_last() {
+        if operand.codecs() == [None; 2] || !self.measures_last() {
             return Ok(());
         }
-        let planes = codecs.into_iter().zip([Planes::Rows, Planes::Cols]);
-        let planes: Vec<_> = planes.filter_map(|(codec, planes)| Some((codec?, planes))).collect();
         let mut counts = Vec::new();
-        for x in x()? {
-            for (codec, planes) in &planes {
-                let made = Quantize::new(&x, *codec, *planes).run(self.b)?;
-                let quantized = made.rows.as_ref().or(made.cols.as_ref());
-                let quantized =
-                    quantized.ok_or(Error::Defect { place: "measure", what: "nothing is made" })?;
-                let quantized = quantized.block("measure_quantization")?;
-                if self.errors.is_some() {
-                    self.keep_error(&x, quantized, None, None)?;
-                    continue;
+        for Again { x, place, groups } in x()? {
+            for op in operand.quantizations(&x, &place, groups) {
+                let (groups, transform, made) = (op.groups, op.hadamard, op.run(self.b)?);
+                for plane in [&made.rows, &made.cols].into_iter().flatten() {
+                    counts.extend(self.measured(&x, plane, groups, transform.as_ref())?);
                 }
-                counts.push(MeasureQuantization { x: &x, quantized, groups: None }.run(self.b)?);
             }
         }
         self.counted.borrow_mut().keep_measured(counts);
@@ -368,22 +371,28 @@ impl<B: Kernels> Cx<'_, B> {
         if !self.measures_last() {
             return Ok(());
         }
-        if self.errors.is_some() {
-            let mut planes = planes.into_iter().flatten();
-            return planes.try_for_each(|plane| {
-                self.keep_error(x, plane.block("measure_quantization")?, groups, transform)
-            });
+        let mut counts = Vec::new();
+        for plane in planes.into_iter().flatten() {
+            counts.extend(self.measured(x, plane, groups, transform)?);
         }
-        if transform.is_some() {
-            return Ok(());
-        }
-        let of = |plane: &Operand<B>| {
-            let quantized = plane.block("measure_quantization")?;
-            MeasureQuantization { x, quantized, groups }.run(self.b)
-        };
-        let counts = planes.into_iter().flatten().map(of).collect::<Result<Vec<_>>>()?;
         self.counted.borrow_mut().keep_measured(counts);
         Ok(())
+    }
+
+    /// Compares the quantized tensor `plane` with `x`. Returns counts, or keeps the error if an analysis measures errors.
+    fn measured(
+        &self,
+        x: &Tensor<B>,
+        plane: &Operand<B>,
+        groups: Option<&Groups<B>>,
+        transform: Option<&Hadamard<'_, B>>,
+    ) -> Result<Option<B::Buf<u64>>> {
+        let quantized = plane.block("measure_quantization")?;
+        match (&self.errors, transform) {
+            (Some(_), _) => self.keep_error(x, quantized, groups, transform).map(|()| None),
+            (None, Some(_)) => Ok(None),
+            (None, None) => MeasureQuantization { x, quantized, groups }.run(self.b).map(Some),
+        }
     }
 
     /// Converts a tensor quantized in row blocks to another block format or block axis.
@@ -409,12 +418,15 @@ impl<B: Kernels> Cx<'_, B> {
     /// The random bits for stochastic rounding of a tensor; `None` if the precision rounds neither the tensor's values nor its scales
     /// stochastically. In training, the random bits depend on the step number that the device's clock counts.
     pub fn random(&self, layer: &str, tensor: &str, to: &Precision) -> Option<Random<'_, B>> {
-        to.draws().then(|| {
-            let site = fnv1a32(&format!("{layer}.{tensor}"));
-            let step = if self.clock.is_some() { 0 } else { self.step as u32 };
-            let stream = Stream::new(self.seed, Purpose::Rounding, site, step);
-            Random { step: self.clock.as_ref(), ..stream.into() }
-        })
+        to.draws().then(|| self.bits(layer, tensor))
+    }
+
+    /// The random bits of a tensor. See [`Cx::random`].
+    pub(crate) fn bits(&self, layer: &str, tensor: &str) -> Random<'_, B> {
+        let site = fnv1a32(&format!("{layer}.{tensor}"));
+        let step = if self.clock.is_some() { 0 } else { self.step as u32 };
+        let stream = Stream::new(self.seed, Purpose::Rounding, site, step);
+        Random { step: self.clock.as_ref(), ..stream.into() }
     }
 
     /// A Hadamard transform with the random signs of one linear layer. `linear` is the hash of the linear layer's name. In training, the

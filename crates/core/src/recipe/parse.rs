@@ -98,9 +98,6 @@ fn follows(kind: LayerKind, key: &str) -> Option<&'static str> {
         (LayerKind::Router, _) => {
             "has no effect: the router multiplies in F32; its weight, fprop.w, may be bf16"
         }
-        (LayerKind::Head, "fprop.rht" | "dgrad.rht" | "wgrad.rht") => {
-            "the head's fused loss applies no Hadamard transform"
-        }
         (LayerKind::Head, "saved.x" | "saved.h" | "saved.a") => {
             "has no effect: the head computes its gradients in the forward pass and saves one of them, unquantized"
         }

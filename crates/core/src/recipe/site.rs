@@ -251,11 +251,11 @@ impl LayerKind {
         Site::ALL.into_iter().filter(move |site| self.has(*site))
     }
 
-    /// The products of this kind of layer that may have a transform. The products of the head and of the router cannot have a transform.
+    /// The products of this kind of layer that may have a transform. The products of the router cannot have a transform.
     pub fn transformed(self) -> &'static [Product] {
         match self {
-            Self::Linear | Self::Expert => &Product::ALL,
-            Self::Head | Self::Router => &[],
+            Self::Linear | Self::Expert | Self::Head => &Product::ALL,
+            Self::Router => &[],
         }
     }
 

@@ -53,7 +53,8 @@ impl Transform {
             Signs::Step => (seed, step, on_device),
             Signs::Seed(seed) => (seed, 0, None),
         };
-        Hadamard { len: self.len, signs: Stream::new(seed, Purpose::Sign, site, step), step: on_device }
+        let signs = Stream::new(seed, Purpose::Sign, site, step);
+        Hadamard { len: self.len, signs, step: on_device, first: 0 }
     }
 }
 

@@ -67,8 +67,6 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
         check.expect(site, site != Site::SavedH || !p.draws(), of_h)?;
         let why = "`round` has no effect: dither of 0 code steps is nearest-even";
         check.expect(site, p.round != Rounding::Dither { delta_q16: 0 }, why)?;
-        let nearest = kind != LayerKind::Head || site.is_weight() || !p.draws();
-        check.expect(site, nearest, "the head's fused loss rounds tokens and gradients to nearest")?;
         let of_all = p.format.scale_kind(p.scale).has_tensor_scale()
             || p.format.spec().block == WHOLE_LINE && p.axis == BlockAxis::Col;
         let why = "the head processes tokens in chunks, so a scale for all tokens is not known before the last chunk";

@@ -9,7 +9,7 @@
 // Kernels that only transform (kernels/convert/hadamard.cuh) hold fewer values
 // per lane and exchange more between lanes; they use `hadamard_across`.
 //
-// Down the columns, a sign depends on the row's position in its group; the signs of eight rows are one byte (`signs_of_eight_rows`).
+// Down the columns, a sign depends on the row's position in its group, counted from `first`; the signs of eight rows are one byte (`signs_of_eight_rows`).
 // A transform down the columns may make padding rows non-zero, up to the end of their transform block. The codes of such rows are
 // counted like other codes, and use the random bits of row id 0 (or of the row's index if there are no groups).
 #pragma once
@@ -38,6 +38,7 @@ struct HadamardArg {
     Stream stream;  // stream of the random signs
     u32 len;        // length of a transform block: 16, 32, 64 or 128
     float factor;
+    u32 first;           // position that the first row of each group has in the whole group; 0 along rows
     const u32* step_at;  // the step that selects the random signs; null: the stream's own step
 
     /// Returns block `q` of random bits at the current step.
@@ -68,7 +69,7 @@ struct HadamardArg {
     __device__ __forceinline__ uint4 sign_bits_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
                                                              const int* __restrict__ start, int num_groups) const {
         if (!block_counts(row, kLen, rows, row_id)) return {0, 0, 0, 0};
-        return sign_bits_of_eight(position_in_group(start, num_groups, row));
+        return sign_bits_of_eight(first + position_in_group(start, num_groups, row));
     }
 
     /// Returns the signs of eight rows from `row` on, one bit each, for a transform down the columns. In a
@@ -76,7 +77,7 @@ struct HadamardArg {
     /// zeros stay +0. A group's valid rows precede its padding, so testing the block's first row is enough.
     __device__ __forceinline__ u8 signs_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
                                                       const int* __restrict__ start, int num_groups) const {
-        return block_counts(row, len, rows, row_id) ? u8(signs_of_eight(position_in_group(start, num_groups, row))) : 0;
+        return block_counts(row, len, rows, row_id) ? u8(signs_of_eight(first + position_in_group(start, num_groups, row))) : 0;
     }
 
 private:

@@ -2,8 +2,8 @@
 
 use super::plain_args;
 use crate::Cuda;
-use nibble_core::Result;
 use nibble_core::ops::{Hadamard, Random};
+use nibble_core::{Error, Result};
 use nibble_formats::{Codec, Rounding, Stream, hadamard};
 
 plain_args!(Divider, StreamArg, RoundingArg, HadamardArg, DecodeArg);
@@ -97,20 +97,25 @@ pub struct HadamardArg {
     stream: StreamArg,
     len: u32,
     factor: f32,
+    first: u32,
     /// Device address of the step; 0 if the step is in the stream.
     step_at: u64,
 }
 
 impl HadamardArg {
     /// Stands for no transform.
-    pub(crate) const NONE: Self = Self { stream: StreamArg::NONE, len: 0, factor: 1.0, step_at: 0 };
+    pub(crate) const NONE: Self = Self { stream: StreamArg::NONE, len: 0, factor: 1.0, first: 0, step_at: 0 };
 
     /// # Errors
-    /// [`nibble_core::Error::Format`] if the transform length is not supported.
+    /// [`nibble_core::Error::Format`] if the transform length is not supported, and [`nibble_core::Error::Shape`] if the first position is
+    /// not below 2^31.
     pub fn new(transform: &Hadamard<'_, Cuda>) -> Result<Self> {
         let factor = hadamard::inv_sqrt_len(transform.len)?;
+        let first = i32::try_from(transform.first)
+            .map_err(|_| Error::shape("quantize", "hadamard.first", transform.first, "below 2^31"))?;
         let step_at = transform.step.map_or(0, |step| step.get().address());
-        Ok(Self { stream: StreamArg::new(&transform.signs), len: transform.len as u32, factor, step_at })
+        let (stream, len) = (StreamArg::new(&transform.signs), transform.len as u32);
+        Ok(Self { stream, len, factor, first: first as u32, step_at })
     }
 }
 
@@ -180,5 +185,12 @@ mod tests {
             offset_of!(RoundingArg, first),
         ];
         assert_eq!((offsets, size_of::<RoundingArg>()), ([92, 96, 104], 112));
+        let offsets = [
+            offset_of!(HadamardArg, len),
+            offset_of!(HadamardArg, factor),
+            offset_of!(HadamardArg, first),
+            offset_of!(HadamardArg, step_at),
+        ];
+        assert_eq!((offsets, size_of::<HadamardArg>()), ([92, 96, 100, 104], 112));
     }
 }

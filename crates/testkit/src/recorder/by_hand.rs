@@ -3,11 +3,11 @@
 use super::Recorder;
 use super::buf::Buf;
 use super::call::{Call, Taken, open};
+pub(super) use super::head::head_loss;
 use super::mapping::{Mapping, Over};
-use crate::head_by_parts::head_by_parts;
-use nibble_core::formats::{BlockAxis, Codec, Stream};
+use super::random::{OwnedHadamard, OwnedRandom};
+use nibble_core::formats::Codec;
 use nibble_core::ops::*;
-use nibble_core::recipe::Form;
 use nibble_core::{Backend, Groups, Kernels, Occupancy, Result, Tensor};
 
 pub(super) fn quantize<B: Kernels>(
@@ -42,13 +42,8 @@ struct SealedQuantize<B: Kernels> {
     planes: Planes,
     groups: Option<Groups<Recorder<B>>>,
     stack: usize,
-    /// The stream of random bits, and the index of the tensor's first element in it.
-    stream: Option<(Stream, u64)>,
-    step: Option<Buf<u32, B>>,
-    /// The length of the transform, and the stream of its signs.
-    hadamard: Option<(usize, Stream)>,
-    /// The training step from which the signs are computed.
-    signs_step: Option<Buf<u32, B>>,
+    random: Option<OwnedRandom<Recorder<B>>>,
+    hadamard: Option<OwnedHadamard<Recorder<B>>>,
     records: Option<Buf<f32, B>>,
     /// Index of the first record.
     first: usize,
@@ -68,10 +63,8 @@ impl<B: Kernels> SealedQuantize<B> {
             planes,
             groups: groups.map(|groups| call.reads(groups)).transpose()?,
             stack,
-            stream: random.map(|random| (random.stream, random.first)),
-            step: random.and_then(|random| random.step).map(|step| call.reads(step)).transpose()?,
-            hadamard: hadamard.map(|hadamard| (hadamard.len, hadamard.signs)),
-            signs_step: hadamard.and_then(|of| of.step).map(|step| call.reads(step)).transpose()?,
+            random: call.reads(&random.as_ref().map(OwnedRandom::new))?,
+            hadamard: call.reads(&hadamard.as_ref().map(OwnedHadamard::new))?,
             records: delayed.map(|delayed| call.reads(delayed.records)).transpose()?,
             first,
             stride,
@@ -82,15 +75,14 @@ impl<B: Kernels> SealedQuantize<B> {
 
     /// Runs an operation of the inner backend on the arguments' inner buffers.
     fn run<R>(&self, b: &B, operation: impl FnOnce(Quantize<'_, B>) -> Result<R>) -> Result<R> {
-        let &Self { codec, planes, stack, hadamard, first, stride, stream, only_for, .. } = self;
+        let &Self { codec, planes, stack, first, stride, only_for, .. } = self;
         let x = open(b, &self.x)?;
         let records = self.records.as_ref().map(|records| open(b, records)).transpose()?;
         let delayed = records.as_ref().map(|records| Delayed { records, first, stride });
         let groups = self.groups.as_ref().map(|groups| open(b, groups)).transpose()?;
-        let step = self.step.as_ref().map(|step| open(b, step)).transpose()?;
-        let random = stream.map(|(stream, first)| Random { stream, step: step.as_ref(), first });
-        let signs_step = self.signs_step.as_ref().map(|step| open(b, step)).transpose()?;
-        let hadamard = hadamard.map(|(len, signs)| Hadamard { len, signs, step: signs_step.as_ref() });
+        let (random, hadamard) = (open(b, &self.random)?, open(b, &self.hadamard)?);
+        let random = random.as_ref().map(OwnedRandom::lent);
+        let hadamard = hadamard.as_ref().map(OwnedHadamard::lent);
         let amax = self.amax.as_ref().map(|amax| open(b, amax)).transpose()?;
         let (groups, amax) = (groups.as_ref(), amax.as_ref());
         operation(Quantize { x: &x, codec, planes, groups, stack, random, hadamard, delayed, amax, only_for })
@@ -142,41 +134,6 @@ pub(super) fn adamw<B: Kernels>(recorder: &Recorder<B>, op: AdamW<'_, Recorder<B
     })
 }
 
-pub(super) fn head_loss<B: Kernels>(
-    recorder: &Recorder<B>,
-    op: HeadLoss<'_, Recorder<B>>,
-) -> Result<HeadLossOut<Recorder<B>>> {
-    let mut call = recorder.call("head_loss", &op);
-    let HeadLoss { x, w, codecs, targets, shards, chunk, grad } = op;
-    call.makes_inside(head_forms(&codecs));
-    let skipped = call.not_quantized(&head_arguments(&codecs));
-    let (x, w, targets) = (call.reads(x)?, call.reads(w)?, call.reads(targets)?);
-    let grad = match grad {
-        Some(HeadLossGrad { wt, control, dw, accumulate }) => {
-            Some((call.reads(wt)?, call.reads(control)?, call.writes(dw)?, accumulate))
-        }
-        None => None,
-    };
-    call.issue(move |b: &B, run| {
-        let (x, w, targets) = (open(b, &x)?, open(b, &w)?, open(b, &targets)?);
-        let mut grad = match &grad {
-            Some((wt, control, dw, accumulate)) => {
-                Some((open(b, wt)?, open(b, control)?, Taken::new(b, dw, run)?, *accumulate))
-            }
-            None => None,
-        };
-        let grad = grad.as_mut().map(|(wt, control, dw, accumulate)| {
-            let (wt, control, dw, accumulate) = (&*wt, &*control, &mut **dw, *accumulate);
-            HeadLossGrad { wt, control, dw, accumulate }
-        });
-        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad };
-        match skipped {
-            Some(argument) => head_by_parts(b, op, argument),
-            None => b.head_loss(op),
-        }
-    })
-}
-
 pub(super) fn collect<B: Kernels>(recorder: &Recorder<B>, op: Collect<'_, Recorder<B>>) -> Result<()> {
     let mut call = recorder.call("collect", &op);
     let entries = op.entries.iter().map(|Entry { source, at, cells, stride }| {
@@ -193,33 +150,6 @@ pub(super) fn collect<B: Kernels>(recorder: &Recorder<B>, op: Collect<'_, Record
         let entries: Vec<Entry<'_, B>> = opened.iter().map(OwnedEntry::lent).collect();
         b.collect(Collect { entries: &entries, table: &mut *Taken::new(b, &table, run)? })
     })
-}
-
-/// The arguments that the head loss quantizes internally, each with the resulting form.
-fn head_arguments(codecs: &HeadCodecs) -> Vec<(&'static str, Form)> {
-    let form = |(argument, codec, columns): (_, Option<Codec>, bool)| {
-        let axis = if columns { BlockAxis::Col } else { BlockAxis::Row };
-        Some((argument, Form::new(codec?.format(), axis)))
-    };
-    codecs.arguments().into_iter().filter_map(form).collect()
-}
-
-/// The forms of the tensors that the head loss quantizes internally.
-fn head_forms(codecs: &HeadCodecs) -> Vec<(&'static str, Form)> {
-    let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = *codecs;
-    let mut forms = Vec::new();
-    for (tensor, rows, cols) in [("x", fprop_x, wgrad_x), ("dlogits", dgrad_dy, wgrad_dy)] {
-        match (rows, cols) {
-            (Some(rows), Some(cols)) if rows == cols => forms.push((tensor, Form::both(rows.format()))),
-            _ => {
-                let axes = [(rows, BlockAxis::Row), (cols, BlockAxis::Col)];
-                let made =
-                    axes.into_iter().filter_map(|(codec, axis)| Some(Form::new(codec?.format(), axis)));
-                forms.extend(made.map(|form| (tensor, form)));
-            }
-        }
-    }
-    forms
 }
 
 /// An [`Entry`] that owns its handles.

@@ -25,8 +25,10 @@ mod call;
 mod cell;
 mod defect;
 mod fault;
+mod head;
 mod kernels;
 mod mapping;
+mod random;
 mod recording;
 mod trace;
 

@@ -3,7 +3,7 @@
 
 use super::{idle_overrides, measures_nothing};
 use crate::config::Config;
-use crate::spec::{ModelSpec, ParamSpec, Part};
+use crate::spec::{BlockSpec, ModelSpec, ParamSpec, Part};
 use nibble_core::recipe::{Contracted, Layer, LayerKind, Passes, Shortened, Widths};
 use nibble_core::{DType, Recipe};
 
@@ -22,7 +22,8 @@ fn widths(spec: &ModelSpec) -> Widths {
         let rows = matrices().map(|weight| weight.rows.len()).fold(0, common_divisor);
         Some((part.layer()?.name, [cols, rows, 0]))
     };
-    spec.blocks().flat_map(|block| block.parts().into_iter().filter_map(of).collect::<Vec<_>>()).collect()
+    let of_block = |block: BlockSpec| block.parts().into_iter().filter_map(of).collect::<Vec<_>>();
+    spec.blocks().flat_map(of_block).chain(of(&spec.head)).collect()
 }
 
 /// The greatest common divisor; that of 0 and a number is the number.

@@ -168,7 +168,7 @@ fn made(
     let bits = Stream::new(cx.seed, Purpose::Rounding, fnv1a32(&format!("{}.{}", at.layer, at.tensor)), 0);
     let random = to.draws().then(|| Random::from(bits));
     let signs = Stream::new(cx.seed, Purpose::Sign, fnv1a32(at.linear), 0);
-    let hadamard = to.rht.map(|Transform { len, .. }| Hadamard { len, signs, step: None });
+    let hadamard = to.rht.map(|Transform { len, .. }| Hadamard { len, signs, step: None, first: 0 });
     let planes = if to.axis == BlockAxis::Col { Planes::Cols } else { Planes::Rows };
     let op = Quantize { groups, random, hadamard, ..Quantize::new(x, to.codec().unwrap(), planes) };
     let made = op.run(cpu).unwrap();

@@ -134,7 +134,16 @@ const TRANSFORMED: &str = "extends = \"fp8-block\"
     fprop.w = { format = \"e4m3\", scale = \"amax\", block = \"line\" }
     fprop.rht = { len = 16, signs = \"step\" }
     dgrad.rht = { len = 32, signs = 3 }
-    wgrad.rht = { len = 64, signs = \"step\" }";
+    wgrad.rht = { len = 64, signs = \"step\" }
+    [head]
+    fprop.x = { format = \"e4m3\" }
+    fprop.w = { format = \"e4m3\", block = \"line\" }
+    dgrad.dy = { format = \"e4m3\" }
+    wgrad.dy = { format = \"e4m3\" }
+    wgrad.x = { format = \"e4m3\" }
+    fprop.rht = { len = 64, signs = \"step\" }
+    dgrad.rht = { len = 16, signs = 3 }
+    wgrad.rht = { len = 128, signs = \"run\" }";
 
 /// Both operands have the same signs: in eight bits a model trains as it does without a transform. With others a product is of two rotated spaces.
 #[test]
@@ -182,11 +191,15 @@ fn narrow_models_train_under_long_transforms() {
 #[test]
 fn transforms_of_every_product_decide() {
     let e4m3 = "{ format = \"e4m3\", scale = \"amax\", block = \"line\" }";
-    for section in ["linear", "expert"] {
-        for product in ["fprop", "dgrad"] {
+    for (recipe, section, products) in [
+        ("fp8-block", "linear", &["fprop", "dgrad"][..]),
+        ("fp8-block", "expert", &["fprop", "dgrad"]),
+        ("mxfp4-hopper-head8", "head", &["fprop", "dgrad", "wgrad"]),
+    ] {
+        for product in products {
             for signs in ["\"run\"", "\"step\"", "7"] {
                 let rht = format!("{product}.rht = {{ len = 32, signs = {signs} }}");
-                assert_decides("fp8-block", &format!("[{section}]\nfprop.w = {e4m3}\n{rht}"));
+                assert_decides(recipe, &format!("[{section}]\nfprop.w = {e4m3}\n{rht}"));
             }
         }
     }
@@ -221,6 +234,10 @@ fn every_operand_may_be_rounded_at_random() {
         ("expert", "wgrad.a"),
         ("expert", "dgrad.dh"),
         ("head", "fprop.w"),
+        ("head", "fprop.x"),
+        ("head", "dgrad.dy"),
+        ("head", "wgrad.dy"),
+        ("head", "wgrad.x"),
     ] {
         let recipe = if section == "head" { "mxfp4-hopper-head8" } else { "fp8-block" };
         let axis = if key == "saved.x" { ", axis = \"col\"" } else { "" };
@@ -474,10 +491,14 @@ fn every_key_under_every_recipe_decides_or_is_refused() {
     let (mut all, mut decided, mut ignored) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
     // Daily one change of each key that is not refused, another under the next recipe.
     let most = Breadth::of_tests().either(usize::MAX, 1);
-    for (turn, name) in recipes().into_iter().enumerate() {
-        let base = Base::new(Recipe::builtin(name).unwrap());
+    // No shipped recipe has a head whose products may all be transformed.
+    let lines = "extends = \"mxfp4-hopper-head8\"\nhead.fprop.w = { format = \"e4m3\", scale = \"rceil\", block = \"line\" }";
+    let shipped = recipes().into_iter().map(|name| (format!("extends = \"{name}\""), &LayerKind::ALL[..]));
+    for (turn, (base_text, kinds)) in shipped.chain([(lines.to_owned(), &[LayerKind::Head][..])]).enumerate()
+    {
+        let base = Base::new(Recipe::parse("base", &base_text).unwrap());
         let own = &base.recipe;
-        let kinds = LayerKind::ALL.into_iter().map(|kind| (kind, keys(own, kind)));
+        let kinds = kinds.iter().map(|kind| (*kind, keys(own, *kind)));
         let of_kind =
             |(kind, keys): (LayerKind, Vec<_>)| keys.into_iter().map(move |(key, to)| (kind, key, to));
         for (kind, key, mut changes) in kinds.flat_map(of_kind) {
@@ -486,7 +507,7 @@ fn every_key_under_every_recipe_decides_or_is_refused() {
             let places = changes.len();
             changes.rotate_left(turn % places.max(1));
             let read = changes.into_iter().filter_map(|change| {
-                let text = format!("extends = \"{name}\"\n{key} = {change}");
+                let text = format!("{base_text}\n{key} = {change}");
                 let recipe = Recipe::parse("changed", &text).ok()?;
                 (!is_same(&recipe, own)).then_some((change, text, recipe))
             });

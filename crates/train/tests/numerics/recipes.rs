@@ -233,6 +233,33 @@ fn a_head_of_other_precisions_trains() {
     assert_eq!(quantizes, [true, true, false, false]);
 }
 
+/// Of a run under another seed for rounding: gradients of the same weights and tokens. The head rounds and transforms alone.
+#[test]
+fn a_redraw_is_of_the_heads_bits_and_signs_too() {
+    let stochastic = "{ format = \"mxfp4\", round = \"stochastic\" }";
+    for keys in [
+        format!("dgrad.dy = {stochastic}"),
+        format!("wgrad.dy = {stochastic}\nwgrad.x = {{ format = \"mxfp4\" }}"),
+        "wgrad.dy = { format = \"mxfp4\" }\nwgrad.x = { format = \"mxfp4\" }\nwgrad.rht = { len = 64 }"
+            .to_owned(),
+    ] {
+        let (config, _dir) = with_recipe(&format!("extends = \"bf16\"\n[head]\n{keys}"), &[]);
+        let cpu = Cpu::new(2).unwrap();
+        let mut trainer = Trainer::new(&cpu, &SOLO, &config).unwrap();
+        let own = trainer.gradient(0, 0).unwrap();
+        assert!(trainer.gradient(0, 0).unwrap() == own, "{keys}: again");
+        assert!(trainer.gradient(0, 1).unwrap() != own, "{keys}: redrawn");
+        let errors = trainer.quantization_errors().unwrap();
+        let of_dlogits: Vec<_> = errors.iter().filter(|error| error.tensor == "dlogits").collect();
+        assert_eq!(of_dlogits.len(), 1, "{keys}: {errors:?}");
+        // Four bits have 14 dB or more where the signs of both sides are the same ones.
+        for error in errors.iter().filter(|error| error.signal > 0.0) {
+            let qsnr = 10.0 * (error.signal / error.noise).log10();
+            assert!(qsnr > 12.0 && (error.transform > 0) == keys.contains("rht"), "{qsnr} dB: {error:?}");
+        }
+    }
+}
+
 #[test]
 fn casting_free_layers_have_one_cast_each_way() {
     let count = |recipe: &str| casts(&small(recipe, &[]), EXPERTS);
@@ -455,9 +482,15 @@ fn no_two_tensors_share_random_bits() {
         let site = e.arguments.split("site: ").nth(1)?;
         drawn.then(|| site.chars().take_while(char::is_ascii_digit).collect::<String>())
     };
-    let rounded: Vec<String> = log.iter().filter_map(of_stream).collect();
-    // Of each layer: q, k, v, o, both projections of the shared expert, and the experts' dy and dh.
-    assert_eq!(rounded.len(), 2 * 8, "{rounded:#?}");
+    // The head rounds its gradients inside of one operation.
+    let of_head = |e: &nibble_testkit::recorder::Event| {
+        let random = e.arguments.split("dlogits: Some(Random").nth(1).filter(|_| e.op == "head_loss")?;
+        let site = random.split("site: ").nth(1)?;
+        Some(site.chars().take_while(char::is_ascii_digit).collect::<String>())
+    };
+    let rounded: Vec<String> = log.iter().filter_map(|e| of_stream(e).or_else(|| of_head(e))).collect();
+    // Of each layer: q, k, v, o, both projections of the shared expert, and the experts' dy and dh; and of the head.
+    assert_eq!(rounded.len(), 2 * 8 + 1, "{rounded:#?}");
     let sites: BTreeSet<&String> = rounded.iter().collect();
     assert_eq!(sites.len(), rounded.len(), "{rounded:#?}");
 

@@ -10,7 +10,9 @@ use nibble_train::config::Config;
 use nibble_train::delayed::History;
 use nibble_train::metrics::{LayerMetrics, Metrics, SiteMetrics};
 use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
-use rig::{Outcome, SOLO, few_held_out, on_mesh, recipe_file, recipes, small, train_mesh, with_recipe};
+use rig::{
+    Outcome, SOLO, STOCHASTIC, few_held_out, on_mesh, recipe_file, recipes, small, train_mesh, with_recipe,
+};
 use std::path::Path;
 
 fn cpu() -> Cpu {
@@ -292,8 +294,14 @@ fn a_run_goes_on_on_any_mesh() {
 #[test]
 fn every_model_keeps_its_bits_and_goes_on() {
     for (i, changes) in rig::choices().into_iter().enumerate() {
-        let recipe = ["bf16", "mxfp4-hopper"][i % 2];
-        let config = small(recipe, &[&DIVIDED[..], &["train.steps=6"], &changes].concat());
+        let changes = [&DIVIDED[..], &["train.steps=6"], &changes].concat();
+        let (recipe, (config, _recipe)) = match i % 3 {
+            0 => ("stochastic rounding", with_recipe(STOCHASTIC, &changes)),
+            other => {
+                let recipe = ["bf16", "mxfp4-hopper"][other - 1];
+                (recipe, (small(recipe, &changes), tempfile::tempdir().unwrap()))
+            }
+        };
         let b = cpu();
         let mut trainer = Trainer::new(&b, &SOLO, &config).unwrap();
         let whole: Vec<_> = (0..6).map(|_| trainer.train_step().unwrap().without_times()).collect();

@@ -131,7 +131,7 @@ const WIDE_MLPS: [&str; 1] = ["model.ffn=128"];
 /// Whether a shipped recipe has transforms that do not divide the small run's widths.
 pub fn wants_width(recipe: &str) -> bool {
     let transforms = |recipe: Recipe| {
-        let sections = [LayerKind::Linear, LayerKind::Expert].map(|kind| *recipe.of(kind));
+        let sections = LayerKind::ALL.map(|kind| *recipe.of(kind));
         sections
             .into_iter()
             .flat_map(|of| [Product::Fprop, Product::Dgrad].map(|product| of.transform(product)))
@@ -258,7 +258,8 @@ fn bits_of<B: Kernels>(
     params.collect()
 }
 
-/// `fp8-flow` with gradients rounded stochastically, in dense layers, on the wire, and between an expert's products.
+/// `fp8-flow` with gradients rounded stochastically, in dense layers, on the wire, between an expert's products, and in the head, of which wgrad is
+/// also transformed.
 pub const STOCHASTIC: &str = r#"
     extends = "fp8-flow"
     [linear]
@@ -269,6 +270,11 @@ pub const STOCHASTIC: &str = r#"
     dgrad.dy = { format = "e4m3", scale = "rceil", round = "stochastic" }
     dgrad.dh = { format = "e4m3", scale = "rceil", round = "stochastic" }
     wgrad.dh = { format = "e4m3", scale = "rceil", round = "stochastic" }
+    [head]
+    dgrad.dy = { format = "e4m3", scale = "rceil", round = "stochastic" }
+    wgrad.dy = { format = "mxfp4", round = "stochastic" }
+    wgrad.x = { format = "mxfp4" }
+    wgrad.rht = { len = 32, signs = "step" }
 "#;
 
 /// A run under a recipe that is a file; the folder lives as long as the test needs it.

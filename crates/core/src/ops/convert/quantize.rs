@@ -1,7 +1,8 @@
 use crate::error::expect_eq;
+use crate::ops::convert::random::{Hadamard, Random, check_step};
 use crate::ops::products::numbers::{Numbers, Taken};
 use crate::{Agreement, Backend, BlockScaled, DType, Error, Groups, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, Correction, Format, Purpose, ScaleRule, Stream, hadamard};
+use nibble_formats::{BlockAxis, Codec, Correction, Format, ScaleRule};
 
 /// Which block-scaled tensors of a matrix to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -163,68 +164,6 @@ impl<B: Backend> Emitted<B> {
     }
 }
 
-/// A random Hadamard transform along the contraction, which is applied in F32 before the quantization. Each run of `len` values x is
-/// multiplied by random signs and then by H/√len ([`hadamard::rht`]). Both operands of a product must have the same transform, because only
-/// then do the two transforms cancel.
-#[derive(Debug)]
-pub struct Hadamard<'a, B: Backend> {
-    /// The number of consecutive values that are transformed together: 16, 32, 64 or 128.
-    pub len: usize,
-    /// The stream of random signs. A sign depends on the position along the contraction, counted from the start of the group. The stream's
-    /// purpose is `Sign`, and its seed and site are those of the linear layer. The stream's step is 0 if the signs are the same in all
-    /// steps, or if the step is in the device buffer `step`.
-    pub signs: Stream,
-    /// A device buffer whose first value is the number of the step, if the signs change from step to step.
-    pub step: Option<&'a B::Buf<u32>>,
-}
-
-impl<B: Backend> Clone for Hadamard<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<B: Backend> Copy for Hadamard<'_, B> {}
-
-impl<B: Backend> Hadamard<'_, B> {
-    /// The usual number of consecutive values that are transformed together.
-    pub const DEFAULT_LEN: usize = 64;
-
-    /// The default transform of the linear layer `site`.
-    pub const fn new(seed: u64, site: u32) -> Self {
-        Self { len: Self::DEFAULT_LEN, signs: Stream::new(seed, Purpose::Sign, site, 0), step: None }
-    }
-}
-
-/// The random bits of each element for stochastic rounding, which are a function of the seed, the tensor (the `site` of the stream), and
-/// the step.
-#[derive(Debug)]
-pub struct Random<'a, B: Backend> {
-    /// The stream that gives the seed, the purpose and the site, and also the step if `step` is `None`.
-    pub stream: Stream,
-    /// A device buffer whose first value is the number of the step. The operation reads the step from this buffer when it runs, so that
-    /// each replay of recorded work uses other random bits. The step in this buffer replaces the step of `stream`.
-    pub step: Option<&'a B::Buf<u32>>,
-    /// The index that the first element of this tensor has in the whole tensor, a multiple of the row length. The index is above 0 if this
-    /// tensor is a shard of the whole tensor that does not start at its first row.
-    pub first: u64,
-}
-
-impl<B: Backend> Clone for Random<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<B: Backend> Copy for Random<'_, B> {}
-
-impl<B: Backend> From<Stream> for Random<'_, B> {
-    /// Random bits for a whole tensor, at the stream's own step.
-    fn from(stream: Stream) -> Self {
-        Self { stream, step: None, first: 0 }
-    }
-}
-
 /// Delayed scaling: scales that are computed from the magnitudes of earlier steps ([`nibble_formats::DelayedScaling`]), for a format whose
 /// only scale is a tensor scale. Each part of the matrix with its own scale (span) has one record of magnitudes. A span is a group, a
 /// matrix of the stack, or the whole matrix.
@@ -380,15 +319,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
                 format!("a multiple of the {} columns", self.x.cols),
             ));
         }
-        let steps = [
-            ("random.step", self.random.and_then(|random| random.step)),
-            ("hadamard.step", self.hadamard.and_then(|hadamard| hadamard.step)),
-        ];
-        for (argument, step) in steps {
-            if step.is_some_and(|step| B::len(step) == 0) {
-                return Err(Error::shape(OP, argument, "an empty buffer", "the step"));
-            }
-        }
+        check_step::<B>(OP, "random.step", self.random.and_then(|random| random.step))?;
         self.delayed.map_or(Ok(()), |delayed| self.check_delayed(delayed))?;
         self.amax.map_or(Ok(()), |amax| self.check_amax(amax))?;
         self.hadamard.map_or(Ok(()), |transform| self.check_hadamard(transform))
@@ -429,14 +360,14 @@ impl<'a, B: Backend> Quantize<'a, B> {
     }
 
     /// Checks that the transform runs along one contraction, in whole blocks.
-    fn check_hadamard(&self, Hadamard { len, signs, .. }: Hadamard<'_, B>) -> Result<()> {
+    fn check_hadamard(&self, transform: Hadamard<'_, B>) -> Result<()> {
         const OP: &str = "quantize";
-        if !hadamard::LENGTHS.contains(&len) {
-            return Err(Error::shape(OP, "hadamard.len", len, "16, 32, 64 or 128"));
-        }
-        if signs.purpose != Purpose::Sign {
-            let got = format!("{:?}", signs.purpose);
-            return Err(Error::shape(OP, "hadamard.signs.purpose", got, "Sign"));
+        transform.check(OP, ["hadamard.len", "hadamard.signs.purpose", "hadamard.step"])?;
+        let Hadamard { len, first, .. } = transform;
+        let is_first = first == 0 || self.planes == Planes::Cols && first.is_multiple_of(len as u64);
+        if !is_first {
+            let expected = format!("0, or along columns a multiple of the transform's {len}");
+            return Err(Error::shape(OP, "hadamard.first", first, expected));
         }
         let whole = format!("a multiple of the transform's {len}");
         // Columns with blocks of 128 are extended by zeros to whole blocks, and any transform length divides 128. Groups are padded

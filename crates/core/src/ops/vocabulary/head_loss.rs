@@ -1,11 +1,11 @@
+use super::head_operands::{HeadCodecs, HeadLossChunk, HeadOperand, HeadRandom};
 use crate::error::expect_eq;
 use crate::ops::Control;
 use crate::ops::convert::quantize::{Counts, check_axis, check_planes};
 use crate::ops::products::numbers::{Numbers, Stored};
 use crate::ops::vocabulary::cross_entropy::check_shards;
 use crate::{Agreement, Backend, DType, Error, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, WHOLE_LINE};
-use std::ops::Range;
+use nibble_formats::{BlockAxis, Codec};
 
 const OP: &str = "head_loss";
 
@@ -30,8 +30,10 @@ const OP: &str = "head_loss";
 /// The two operands of each product may be quantized in any two formats. The caller quantizes the weight, and this op quantizes x and
 /// dlogits by `codecs`. Blocks run along rows for the products that compute logits and dx, and down columns for the product that computes
 /// dw. The result is the same as if [`crate::ops::Quantize`] had quantized x and dlogits for all tokens at once, after dlogits were rounded
-/// to the type of x. If a chunk ends inside a shard, its end is also the end of a column block. The op returns an error for formats with
-/// one scale per tensor or per whole column, because such a scale is not known before the last chunk.
+/// to the type of x. This includes random bits and transforms ([`HeadRandom`]): the random bits of an element depend on its position in the
+/// whole tensor, the signs of a transform down columns depend on the position of the token in its shard, and both are the same for any
+/// chunk length. If a chunk ends inside a shard, its end is also the end of a column block and of a transform block. The op returns an error
+/// for formats with one scale per tensor or per whole column, because such a scale is not known before the last chunk.
 #[derive(Debug)]
 pub struct HeadLoss<'a, B: Backend> {
     /// Shape `[t, d]`, F32 or BF16.
@@ -41,84 +43,19 @@ pub struct HeadLoss<'a, B: Backend> {
     pub w: &'a Operand<B>,
     /// The quantization of x and dlogits.
     pub codecs: HeadCodecs,
+    /// The random bits and the transforms of these quantizations.
+    pub random: HeadRandom<'a, B>,
     /// The token id that is the target of each row. [`crate::ops::CrossEntropy`] explains targets that are negative or too large.
     pub targets: &'a B::Buf<i32>,
     /// The number of shards, among which the rows are divided evenly.
     pub shards: usize,
     /// The largest number of tokens whose logits are in memory at the same time. `nibble_choice::head_loss::chunk` chooses this number for
     /// a device. The number must be even, because the BF16 dot product processes the contraction in pairs. If columns are quantized, the
-    /// number must be a multiple of the length of a column block. A long shard is divided into several chunks. A chunk may contain several
+    /// number must be a multiple of [`HeadLoss::column_block`]. A long shard is divided into several chunks. A chunk may contain several
     /// whole short shards, but not parts of two shards.
     pub chunk: usize,
     /// The arguments that are needed to compute gradients; `None` to compute only the losses.
     pub grad: Option<HeadLossGrad<'a, B>>,
-}
-
-/// The codecs of the operands that [`HeadLoss`] quantizes itself. The fields have the names of these operands in a recipe. If a codec is
-/// `None`, the operand is not quantized. The codecs may not round stochastically.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct HeadCodecs {
-    /// The codec of x with blocks along rows, for the product that computes the logits.
-    pub fprop_x: Option<Codec>,
-    /// The codec of dlogits with blocks along rows, for the product that computes dx.
-    pub dgrad_dy: Option<Codec>,
-    /// The codec of dlogits with blocks down columns, for the product that computes dw.
-    pub wgrad_dy: Option<Codec>,
-    /// The codec of x with blocks down columns, for the product that computes dw.
-    pub wgrad_x: Option<Codec>,
-}
-
-impl HeadCodecs {
-    /// Whether nothing is quantized.
-    pub fn is_plain(&self) -> bool {
-        *self == Self::default()
-    }
-
-    /// The length of the longest column blocks, either as they are stored or as products multiply them; 1 if there are no column blocks.
-    pub fn column_block(&self) -> usize {
-        let [dy, x] = [self.wgrad_dy, self.wgrad_x];
-        // The type of a plain operand does not matter, because a product with a plain operand lifts no operand.
-        let columns = |codec| Stored::made(codec, BlockAxis::Col, DType::Bf16);
-        Numbers::column_step(columns(dy), columns(x))
-    }
-
-    /// Whether the columns of both operands of dw end at the same row, for any number of tokens.
-    fn columns_end_alike(&self) -> bool {
-        let step = |codec: Option<Codec>| codec.map_or(1, |codec| codec.format().column_step());
-        step(self.wgrad_dy) == step(self.wgrad_x)
-    }
-
-    /// For each operand, the name of its field, its codec, and whether its blocks run down columns.
-    pub fn arguments(&self) -> [(&'static str, Option<Codec>, bool); 4] {
-        [
-            ("codecs.fprop_x", self.fprop_x, false),
-            ("codecs.dgrad_dy", self.dgrad_dy, false),
-            ("codecs.wgrad_dy", self.wgrad_dy, true),
-            ("codecs.wgrad_x", self.wgrad_x, true),
-        ]
-    }
-
-    fn check(&self, gradients: bool) -> Result<()> {
-        for (argument, codec, columns) in self.arguments() {
-            let Some(codec) = codec else { continue };
-            if codec.scale_kind().has_tensor_scale() || columns && codec.format().spec().block == WHOLE_LINE {
-                let why = "the head processes tokens in chunks, so a scale for all tokens is not known before the last chunk";
-                return Err(Error::unsupported(OP, codec.format(), why));
-            }
-            if codec.draws() {
-                return Err(Error::shape(OP, argument, codec.rounding(), "a rounding without random bits"));
-            }
-            if !gradients && argument != "codecs.fprop_x" {
-                return Err(Error::shape(
-                    OP,
-                    argument,
-                    codec.format(),
-                    "none, as no gradients are asked for",
-                ));
-            }
-        }
-        Ok(())
-    }
 }
 
 /// The arguments that [`HeadLoss`] needs to compute gradients.
@@ -149,26 +86,6 @@ pub struct HeadLossOut<B: Backend> {
     pub x_counts: Option<Counts<B>>,
     /// The counts of blocks in the quantization of dlogits, if dlogits are quantized.
     pub dlogits_counts: Option<Counts<B>>,
-}
-
-/// The tokens that [`HeadLoss`] processes together (a chunk), which are several whole shards or a part of one shard.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HeadLossChunk {
-    /// The shards to which the tokens of the chunk belong.
-    pub shards: Range<usize>,
-    /// The tokens of the chunk.
-    pub tokens: Range<usize>,
-    /// Whether the chunk contains the first tokens of its shards.
-    pub is_first: bool,
-    /// Whether the chunk contains the last tokens of its shards.
-    pub is_last: bool,
-}
-
-impl HeadLossChunk {
-    /// The number of tokens of each shard in the chunk.
-    pub fn tokens_each(&self) -> usize {
-        self.tokens.len() / self.shards.len().max(1)
-    }
 }
 
 impl<B: Backend> HeadLoss<'_, B> {
@@ -215,10 +132,12 @@ impl<B: Backend> HeadLoss<'_, B> {
     /// Checks shapes and types.
     pub fn check(&self) -> Result<()> {
         let ((tokens, d), v) = (self.x.shape(), self.w.rows());
-        self.codecs.check(self.grad.is_some())?;
+        self.codecs.check(OP, self.grad.is_some())?;
+        self.random.check(OP, &self.codecs, tokens)?;
         check_weight("w", self.w, (v, d), self.x.dtype())?;
         expect_eq(OP, "targets.len()", B::len(self.targets), tokens)?;
         check_shards(OP, tokens, self.shards)?;
+        self.check_transforms()?;
         if self.chunk == 0 || !self.chunk.is_multiple_of(2) {
             return Err(Error::shape(OP, "chunk", self.chunk, "an even number of tokens, at least 2"));
         }
@@ -229,15 +148,16 @@ impl<B: Backend> HeadLoss<'_, B> {
         self.check_columns(tokens)
     }
 
-    /// Checks that each shard begins with a new column block, and that no chunk cuts a column block. Column blocks of two lengths end at
-    /// the same row if each shard has whole blocks of both lengths.
+    /// Checks that each shard begins with a new column block, and that no chunk cuts a column block or a transform block. Column blocks of
+    /// two lengths end at the same row if each shard has whole blocks of both lengths.
     fn check_columns(&self, tokens: usize) -> Result<()> {
-        let (block, each) = (self.codecs.column_block(), tokens / self.shards);
+        let (block, each) = (self.column_block(), tokens / self.shards);
         if !self.chunk.is_multiple_of(block) {
             let expected = format!("a multiple of the columns' block of {block}");
             return Err(Error::shape(OP, "chunk", self.chunk, expected));
         }
-        let whole = self.shards > 1 || !self.codecs.columns_end_alike();
+        let is_grouped = self.shards > 1 || self.random.row_id.is_some() || self.random.wgrad.is_some();
+        let whole = is_grouped || !self.codecs.columns_end_alike();
         if whole && !each.is_multiple_of(block) {
             let expected = format!("a multiple of the columns' block of {block}");
             return Err(Error::shape(OP, "tokens of a shard", each, expected));
@@ -265,7 +185,7 @@ impl<B: Backend> HeadLoss<'_, B> {
             let whole = |first: usize| {
                 let shards = first..(first + together).min(shards);
                 let tokens = shards.start * each..shards.end * each;
-                HeadLossChunk { shards, tokens, is_first: true, is_last: true }
+                HeadLossChunk { shards, tokens, position: 0, is_first: true, is_last: true }
             };
             return (0..shards).step_by(together).map(whole).collect();
         }
@@ -273,10 +193,59 @@ impl<B: Backend> HeadLoss<'_, B> {
             (0..each).step_by(most).map(move |first| {
                 let end = (first + most).min(each);
                 let tokens = shard * each + first..shard * each + end;
-                HeadLossChunk { shards: shard..shard + 1, tokens, is_first: first == 0, is_last: end == each }
+                let (is_first, is_last) = (first == 0, end == each);
+                HeadLossChunk { shards: shard..shard + 1, tokens, position: first, is_first, is_last }
             })
         };
         (0..shards).flat_map(cut).collect()
+    }
+}
+
+impl<'a, B: Backend> HeadLoss<'a, B> {
+    /// The tensors that the op quantizes itself: x and dlogits.
+    pub fn operands(&self) -> [HeadOperand<'a, B>; 2] {
+        self.random.operands(&self.codecs)
+    }
+
+    /// The length of the longest column blocks ([`HeadCodecs::column_block`]) or of the transform down columns, if it is longer. Every
+    /// chunk that ends inside a shard has a multiple of this number of tokens.
+    pub fn column_block(&self) -> usize {
+        self.codecs.column_block().max(self.random.wgrad.map_or(1, |transform| transform.len))
+    }
+
+    /// Checks that both operands of a transformed product are quantized, and that transforms divide the contractions.
+    fn check_transforms(&self) -> Result<()> {
+        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = self.codecs;
+        let HeadRandom { fprop, dgrad, wgrad, .. } = self.random;
+        let (d, v, each) = (self.x.cols, self.w.rows(), self.x.rows / self.shards.max(1));
+        let is_block = |w: Option<&Operand<B>>| matches!(w, Some(Operand::Block(_)));
+        let (w, wt) = (is_block(Some(self.w)), is_block(self.grad.as_ref().map(|grad| grad.wt)));
+        let products = [
+            (["random.fprop", "random.fprop.len", "random.fprop.step"], fprop, d, fprop_x.is_some() && w),
+            (["random.dgrad", "random.dgrad.len", "random.dgrad.step"], dgrad, v, dgrad_dy.is_some() && wt),
+            (
+                ["random.wgrad", "random.wgrad.len", "random.wgrad.step"],
+                wgrad,
+                each,
+                wgrad_dy.is_some() && wgrad_x.is_some(),
+            ),
+        ];
+        for ([argument, of_len, of_step], transform, contracted, are_blocks) in products {
+            let Some(transform) = transform else { continue };
+            transform.check(OP, [of_len, argument, of_step])?;
+            if !are_blocks {
+                return Err(Error::shape(OP, argument, "given", "none, as an operand is not quantized"));
+            }
+            if !contracted.is_multiple_of(transform.len) {
+                let expected = format!("a divisor of the {contracted} values that the product contracts");
+                return Err(Error::shape(OP, of_len, transform.len, expected));
+            }
+        }
+        if wgrad.is_some() && self.shards > 1 && self.random.row_id.is_none() {
+            let expected = "ids, as the transform down the tokens begins anew in each shard";
+            return Err(Error::shape(OP, "random.row_id", "none", expected));
+        }
+        Ok(())
     }
 }
 

@@ -367,20 +367,49 @@ fn a_head_that_cannot_be_is_refused_when_read() {
         ("dispatch.fwd = { format = \"bf16\" }", ["head.dispatch.fwd", "only experts"]),
         ("sent.x = { format = \"bf16\" }", ["head.sent", "there are: fprop, dgrad, wgrad"]),
         (
-            "dgrad.dy = { format = \"e4m3\", scale = \"rceil\", round = \"stochastic\" }",
-            ["head.dgrad.dy", "to nearest"],
+            "dgrad.dy = { format = \"nvfp4\", round = \"stochastic\" }",
+            ["head.dgrad.dy", "processes tokens in chunks"],
         ),
         (
-            "wgrad = { dy = { format = \"e4m3\", rht = 64 }, x = { format = \"e4m3\", rht = 64 } }",
-            ["head.wgrad", "of a linear layer"],
+            "wgrad = { dy = { format = \"e4m3\", rht = 64 }, x = { format = \"e4m3\", rht = 32 } }",
+            ["head.wgrad", "rht"],
         ),
-        ("wgrad.rht = { len = 64 }", ["head.wgrad.rht", "no Hadamard"]),
+        (
+            "wgrad.x = { format = \"bf16\" }\nwgrad.rht = { len = 64 }",
+            ["head.wgrad.rht", "both operands quantized"],
+        ),
+        ("dgrad.rht = { len = 64 }", ["head.dgrad.rht", "square blocks"]),
     ] {
         let error = error(line);
         assert!(parts.iter().all(|part| error.contains(part)), "{line}: {error}");
     }
     let e = Recipe::parse("mine", "extends = \"f32\"\n[head]\nfprop.x = { format = \"bf16\" }").unwrap_err();
     assert!(e.to_string().contains("head.fprop.x"), "{e}");
+}
+
+#[test]
+fn a_head_may_round_at_random_and_transform() {
+    let text = r#"
+        extends = "mxfp4-hopper-head8"
+        [head]
+        dgrad.dy = { format = "e4m3", scale = "rceil", round = "stochastic" }
+        wgrad.dy = { format = "e4m3", scale = "rceil", round = "stochastic" }
+        wgrad.rht = { len = 128, signs = "step" }
+    "#;
+    let recipe = Recipe::parse("mine", text).unwrap();
+    let plan = recipe.plan(&Layer::new(LayerKind::Head, "lm_head"), 0.0, Passes::TRAINING);
+    let steps: Vec<String> = plan.changes().iter().map(|c| format!("{} to {}", c.tensor, c.to)).collect();
+    assert_eq!(
+        steps,
+        ["x to e4m3 rows", "x to e4m3 columns", "dlogits to e4m3 rows", "dlogits to e4m3 columns"]
+    );
+    let transforms: Vec<_> = plan.products.iter().map(|planned| planned.transform.map(|t| t.len)).collect();
+    assert_eq!(transforms, [None, None, Some(128)]);
+    let codecs = plan.head().unwrap().losses_and_gradients().unwrap();
+    let draws = codecs.arguments().map(|(_, codec, _)| codec.unwrap().draws());
+    assert_eq!(draws, [false, true, true, false]);
+    let again = Recipe::parse("mine", &recipe.to_toml()).unwrap();
+    assert_eq!(again.of(LayerKind::Head), recipe.of(LayerKind::Head));
 }
 
 #[test]

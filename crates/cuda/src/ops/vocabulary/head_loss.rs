@@ -25,6 +25,9 @@ pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossO
     buffers.operand("w", op.w)?;
     let tokens = op.x.rows;
     buffers.values("targets", op.targets, tokens)?;
+    if let Some(ids) = op.random.row_id {
+        buffers.values("random.row_id", ids, tokens)?;
+    }
     if tokens > i32::MAX as usize {
         return Err(Error::shape(OP, "tokens", tokens, "below 2^31"));
     }

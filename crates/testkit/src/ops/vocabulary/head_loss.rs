@@ -4,8 +4,10 @@ use crate::input::{Input, stream};
 use crate::ops::PLAIN;
 use crate::ops::convert::quantize::codec;
 use crate::pair::Pair;
-use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule, Stream};
-use nibble_core::ops::{Control, Counts, HeadCodecs, HeadLoss, HeadLossGrad, Stored};
+use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream, hadamard};
+use nibble_core::ops::{
+    Control, Counts, Hadamard, HeadCodecs, HeadLoss, HeadLossGrad, HeadRandom, Random, Stored,
+};
 use nibble_core::{Agreement, DType, Error, Kernels, Operand, Result};
 
 #[derive(Debug, Clone, Copy)]
@@ -22,6 +24,56 @@ struct Head {
     values: Values,
     /// Codecs of the weight and of its transpose, if they differ from those of the other operand.
     weights: Option<[Option<Codec>; 2]>,
+    /// Random bits and transforms; `None` if there are none.
+    drawn: Option<Drawn>,
+}
+
+/// The random bits and the transforms of x and of the gradients of the logits.
+#[derive(Debug, Clone, Copy)]
+struct Drawn {
+    /// Lengths of the transforms in the products that compute the logits, dx and dw.
+    transforms: [Option<usize>; 3],
+    /// Whether rows have ids that differ from their indices.
+    ids: bool,
+}
+
+/// The buffers of [`Drawn`].
+struct DrawnBuffers<B: Kernels> {
+    step: B::Buf<u32>,
+    row_id: Option<B::Buf<i32>>,
+}
+
+impl Drawn {
+    fn buffers<B: Kernels>(&self, b: &B, tokens: usize) -> Result<DrawnBuffers<B>> {
+        let ids: Vec<i32> = (0..tokens).map(|t| 3 * t as i32 + 5).collect();
+        Ok(DrawnBuffers { step: b.upload(&[9])?, row_id: self.ids.then(|| b.upload(&ids)).transpose()? })
+    }
+
+    /// The stream of the signs of a product.
+    fn signs(product: &str) -> Stream {
+        Stream { purpose: Purpose::Sign, ..stream(&format!("head.{product}")) }
+    }
+
+    /// The argument of the op. Products whose operand has no codec have no transform.
+    fn random<'a, B: Kernels>(
+        &self,
+        codecs: HeadCodecs,
+        DrawnBuffers { step, row_id }: &'a DrawnBuffers<B>,
+    ) -> HeadRandom<'a, B> {
+        let bits = |name| Some(Random { step: Some(step), ..stream(name).into() });
+        let of = |at: usize, product, codec: Option<Codec>| {
+            let len = self.transforms[at].filter(|_| codec.is_some())?;
+            Some(Hadamard { len, signs: Self::signs(product), step: None, first: 0 })
+        };
+        HeadRandom {
+            x: bits("head.random.x"),
+            dlogits: bits("head.random.dlogits"),
+            fprop: of(0, "fprop", codecs.fprop_x),
+            dgrad: of(1, "dgrad", codecs.dgrad_dy),
+            wgrad: of(2, "wgrad", codecs.wgrad_dy),
+            row_id: row_id.as_ref(),
+        }
+    }
 }
 
 /// How the values of x and of the weight are chosen.
@@ -81,16 +133,24 @@ impl Head {
         let Self { d, vocab, dtype, .. } = *self;
         let w = self.w();
         let wt: Vec<f32> = (0..d * vocab).map(|i| w[i % vocab * d + i / vocab]).collect();
-        let operand = |w: &[f32], codec: Option<Codec>, rows, cols| match codec {
+        let operand = |w: &[f32], of: Option<Codec>, rows, cols, (at, product)| match of {
             None => plain(b, dtype, w, rows, cols).map(Operand::Plain),
-            Some(codec) => {
-                let axis = if codec.format().spec().tiles { BlockAxis::Tile } else { BlockAxis::Row };
-                let tiles = HostBlock::quantize(codec, axis, w, rows, cols, 1);
-                tiles.upload(b).map(Operand::Block)
+            Some(of_operand) => {
+                let codec = codec(of_operand.format(), of_operand.rule(), Rounding::NearestEven);
+                let transform = self.drawn.and_then(|drawn| drawn.transforms[at]);
+                let tiles = codec.format().spec().tiles && transform.is_none();
+                let axis = if tiles { BlockAxis::Tile } else { BlockAxis::Row };
+                let mut w = w.to_vec();
+                if let Some(len) = transform {
+                    let mut signs = vec![0.0; cols];
+                    hadamard::fill_signs(&Drawn::signs(product), 0, &mut signs);
+                    w.chunks_exact_mut(cols).try_for_each(|row| hadamard::rht(row, &signs, len))?;
+                }
+                HostBlock::quantize(codec, axis, &w, rows, cols, 1).upload(b).map(Operand::Block)
             }
         };
         let [of_w, of_wt] = self.weight_codecs();
-        Ok([operand(&w, of_w, vocab, d)?, operand(&wt, of_wt, d, vocab)?])
+        Ok([operand(&w, of_w, vocab, d, (0, "fprop"))?, operand(&wt, of_wt, d, vocab, (1, "dgrad"))?])
     }
 
     fn weight_codecs(&self) -> [Option<Codec>; 2] {
@@ -157,11 +217,17 @@ impl<B: Kernels> Case<B> for Head {
         let x = plain(b, dtype, &self.x(), tokens, d)?;
         let [w, wt] = self.weights(b)?;
         let targets = b.upload(&self.targets())?;
+        let drawn = self.drawn.map(|drawn| Ok::<_, Error>((drawn, drawn.buffers(b, tokens)?))).transpose()?;
+        let random = |codecs| match &drawn {
+            Some((drawn, buffers)) => drawn.random(codecs, buffers),
+            None => HeadRandom::default(),
+        };
         let mut out = Outputs::default();
         let made = match self.grad {
             None => {
                 let codecs = HeadCodecs { fprop_x: codecs.fprop_x, ..HeadCodecs::default() };
-                HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad: None }.run(b)?
+                let (random, targets) = (random(codecs), &targets);
+                HeadLoss { x: &x, w: &w, codecs, random, targets, shards, chunk, grad: None }.run(b)?
             }
             Some((type_of_dw, accumulate)) => {
                 let before = Input::Normal.values(&stream("head.dw"), shards * vocab * d);
@@ -169,7 +235,8 @@ impl<B: Kernels> Case<B> for Head {
                 let control = &b.upload(&Control::with_loss_scale(0.013))?;
                 let (dw, made) = in_place(b, &before, |dw| {
                     let grad = Some(HeadLossGrad { wt: &wt, control, dw, accumulate });
-                    HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad }.run(b)
+                    let (random, targets) = (random(codecs), &targets);
+                    HeadLoss { x: &x, w: &w, codecs, random, targets, shards, chunk, grad }.run(b)
                 })?;
                 out.tensor(b, "dw", &dw)?;
                 made
@@ -225,6 +292,7 @@ pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                     grad,
                     values,
                     weights: None,
+                    drawn: None,
                 });
             }
         }
@@ -237,7 +305,19 @@ pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     {
         for grad in all.map(Some) {
             let (dtype, values, codecs) = (DType::Bf16, Of(Input::Normal), HeadCodecs::default());
-            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values, weights: None });
+            pair.check(&Head {
+                tokens,
+                d,
+                vocab,
+                shards,
+                chunk,
+                dtype,
+                codecs,
+                grad,
+                values,
+                weights: None,
+                drawn: None,
+            });
         }
     }
     // One, two or eight multiprocessors of a GPU hold a row, and there are more rows than such groups. A CPU needs no such cases.
@@ -256,10 +336,12 @@ pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                 grad,
                 values,
                 weights: None,
+                drawn: None,
             });
         }
     }
     quantized(pair);
+    drawn(pair);
     let good = Head {
         tokens: 12,
         d: 8,
@@ -271,10 +353,18 @@ pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         grad: None,
         values: Of(Input::Normal),
         weights: None,
+        drawn: None,
     };
     let columns = HeadCodecs { fprop_x: None, dgrad_dy: None, ..all_of(ScaleRule::Rceil) };
     let gradients = Head { codecs: columns, grad: Some((DType::F32, false)), ..good };
+    let stochastic = codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::Stochastic);
+    let lines = HeadCodecs { fprop_x: Some(stochastic), ..HeadCodecs::default() };
+    let transformed = |len, ids| Some(Drawn { transforms: [None, None, Some(len)], ids });
     for (argument, bad) in [
+        ("random", Head { codecs: lines, ..good }),
+        ("random.row_id", Head { tokens: 256, chunk: 128, drawn: transformed(16, false), ..gradients }),
+        ("random.wgrad.len", Head { tokens: 256, chunk: 128, drawn: transformed(24, true), ..gradients }),
+        ("random.wgrad.len", Head { tokens: 40, chunk: 128, drawn: transformed(16, true), ..gradients }),
         ("chunk", Head { chunk: 3, ..good }),
         ("chunk", Head { chunk: 0, ..good }),
         ("shards", Head { shards: 5, ..good }),
@@ -347,27 +437,75 @@ fn quantized<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         for (j, codecs) in [powers, floats, mixed, rows, columns].into_iter().enumerate() {
             let grad = grads[(i + j) % grads.len()];
             let dtype = if i == j { DType::F32 } else { DType::Bf16 };
-            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values, weights: None });
+            pair.check(&Head {
+                tokens,
+                d,
+                vocab,
+                shards,
+                chunk,
+                dtype,
+                codecs,
+                grad,
+                values,
+                weights: None,
+                drawn: None,
+            });
         }
     }
     // These logits are as large as those of a model.
     for grad in grads {
         let (tokens, d, vocab, shards, chunk) = (256, 128, 1024, 1, 128);
         let (dtype, codecs, values) = (DType::Bf16, powers, Of(Input::Normal));
-        pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values, weights: None });
+        pair.check(&Head {
+            tokens,
+            d,
+            vocab,
+            shards,
+            chunk,
+            dtype,
+            codecs,
+            grad,
+            values,
+            weights: None,
+            drawn: None,
+        });
     }
     let sizes = [(512, 64, 264, 2, 128), (256, 72, 75, 1, 128)];
     for (i, codecs) in lowered().into_iter().enumerate() {
         for (j, (tokens, d, vocab, shards, chunk)) in sizes.into_iter().enumerate() {
             let (grad, dtype) = (grads[(i + j) % 4], if j == 0 { DType::F32 } else { DType::Bf16 });
-            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values, weights: None });
+            pair.check(&Head {
+                tokens,
+                d,
+                vocab,
+                shards,
+                chunk,
+                dtype,
+                codecs,
+                grad,
+                values,
+                weights: None,
+                drawn: None,
+            });
         }
     }
     for (i, (codecs, weights)) in two_formats().into_iter().enumerate() {
         for (j, (tokens, d, vocab, shards, chunk)) in sizes.into_iter().enumerate() {
             let (grad, dtype) = (grads[(i + j) % 4], if j == 0 { DType::F32 } else { DType::Bf16 });
             let weights = Some(weights);
-            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values, weights });
+            pair.check(&Head {
+                tokens,
+                d,
+                vocab,
+                shards,
+                chunk,
+                dtype,
+                codecs,
+                grad,
+                values,
+                weights,
+                drawn: None,
+            });
         }
     }
     if !pair.strict {
@@ -376,7 +514,68 @@ fn quantized<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     // NaN and infinities reach the losses, the gradients and the counts.
     let (grad, values) = (Some((DType::F32, false)), Of(Input::NonFinite));
     let (tokens, d, vocab, shards, chunk, dtype) = (128, 64, 64, 1, 128, DType::Bf16);
-    pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs: powers, grad, values, weights: None });
+    pair.check(&Head {
+        tokens,
+        d,
+        vocab,
+        shards,
+        chunk,
+        dtype,
+        codecs: powers,
+        grad,
+        values,
+        weights: None,
+        drawn: None,
+    });
+}
+
+/// Tests random bits and transforms: in all products, in some, of rows with and without ids; in chunks of several shards, of one shard and
+/// of a part of a shard.
+fn drawn<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    let all = |format, rule, rounding| {
+        let codec = Some(codec(format, rule, rounding));
+        HeadCodecs { fprop_x: codec, dgrad_dy: codec, wgrad_dy: codec, wgrad_x: codec }
+    };
+    let mxfp4 = all(Format::Mxfp4, ScaleRule::Rceil, Rounding::Stochastic);
+    let nearest = all(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven);
+    let e4m3 = all(Format::E4m3, ScaleRule::Rceil, Rounding::Stochastic);
+    let nvfp4 = all(Format::Nvfp4In128, ScaleRule::Amax, Rounding::Stochastic);
+    let mixed = HeadCodecs { dgrad_dy: mxfp4.dgrad_dy, wgrad_dy: mxfp4.wgrad_dy, ..nearest };
+    let rows = HeadCodecs { wgrad_dy: None, wgrad_x: None, ..e4m3 };
+    let none = [None; 3];
+    let cases = [
+        (mxfp4, none, ExactLogits),
+        (e4m3, none, ExactLogits),
+        (nvfp4, [None, None, Some(128)], ExactLogits),
+        (mixed, [None, Some(64), Some(32)], ExactLogits),
+        (nearest, [None, Some(16), Some(128)], ExactLogits),
+        (rows, [None, Some(128), None], ExactLogits),
+        (mxfp4, [Some(64), Some(128), Some(64)], Of(Input::Normal)),
+        (nearest, [Some(32), None, Some(16)], Of(Input::Normal)),
+    ];
+    // With ids, several shards; without, one.
+    let sizes = [(512, 64, 256, 4, 256, true), (768, 128, 384, 2, 128, true), (384, 64, 256, 1, 256, false)];
+    let grads = [Some((DType::F32, false)), Some((DType::F32, true)), Some((DType::Bf16, true)), None];
+    for (i, (codecs, transforms, values)) in cases.into_iter().enumerate() {
+        for (j, (tokens, d, vocab, shards, chunk, ids)) in sizes.into_iter().enumerate() {
+            let grad = grads[(i + j) % grads.len()];
+            let dtype = if (i + j) % 5 == 0 { DType::F32 } else { DType::Bf16 };
+            let (weights, drawn) = (None, Some(Drawn { transforms, ids }));
+            pair.check(&Head {
+                tokens,
+                d,
+                vocab,
+                shards,
+                chunk,
+                dtype,
+                codecs,
+                grad,
+                values,
+                weights,
+                drawn,
+            });
+        }
+    }
 }
 
 #[cfg(test)]
@@ -402,6 +601,7 @@ mod tests {
                 grad: None,
                 values: ExactLogits,
                 weights: None,
+                drawn: None,
             };
             let codec = codecs.fprop_x.unwrap();
             let (x, w) = (head.x(), head.w());

@@ -17,7 +17,7 @@ pub(super) fn transform<'a>(
     cpu: &Cpu,
     x: &Tensor<Cpu>,
     planes: Planes,
-    Hadamard { len, signs, step }: Hadamard<'_, Cpu>,
+    Hadamard { len, signs, step, first }: Hadamard<'_, Cpu>,
     spans: &Spans<'a>,
 ) -> Result<(Tensor<Cpu>, Spans<'a>)> {
     let down = planes == Planes::Cols;
@@ -25,7 +25,7 @@ pub(super) fn transform<'a>(
     let longest = whole.spans.iter().map(|s| s.len).max().unwrap_or(0);
     let mut sign = vec![0.0; if down { longest } else { x.cols }];
     let signs = Drawn::new(Random { step, ..signs.into() })?;
-    hadamard::fill_signs(&signs.stream, 0, &mut sign);
+    hadamard::fill_signs(&signs.stream, first, &mut sign);
     let made = match (cpu.path(), down) {
         (CodePath::Scalar, false) => rows_by_spec(cpu, x, spans, &sign, len),
         (CodePath::Scalar, true) => cols_by_spec(cpu, x, spans, &whole, &sign, len),

@@ -12,11 +12,10 @@ use crate::ops::vocabulary::cross_entropy::{TargetRows, sum_losses};
 use crate::simd::{Real, per_isa};
 use crate::{Buf, Cpu};
 use half::bf16;
-use nibble_core::formats::Codec;
 use nibble_core::ops::{
-    Control, Counts, HeadCodecs, HeadLoss, HeadLossChunk, HeadLossOut, Planes, ProductDims, Quantize,
+    Control, Counts, HeadCodecs, HeadLoss, HeadLossChunk, HeadLossOut, HeadOperand, ProductDims,
 };
-use nibble_core::{self as core, DType, Data, Result, Tensor};
+use nibble_core::{self as core, DType, Data, Groups, Result, Tensor};
 
 const OP: &str = "head_loss";
 
@@ -70,10 +69,11 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
     let mut out = op.result(cpu)?;
     let mut loss = cpu.scratch::<f32>(tokens);
     let mut logits = cpu.scratch::<f32>(longest * vocab);
-    let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = op.codecs;
+    let HeadCodecs { wgrad_dy, wgrad_x, .. } = op.codecs;
     let of_wt = op.grad.as_ref().is_some_and(|grad| is_block(grad.wt));
-    let mut of_x = Quantizer::new(cpu, [fprop_x, wgrad_x], [is_block(op.w), wgrad_dy.is_some()]);
-    let mut of_dlogits = Quantizer::new(cpu, [dgrad_dy, wgrad_dy], [of_wt, wgrad_x.is_some()]);
+    let ([x_operand, dlogits_operand], random, align) = (op.operands(), op.random, op.column_block());
+    let mut of_x = Quantizer::new(cpu, x_operand, [is_block(op.w), wgrad_dy.is_some()]);
+    let mut of_dlogits = Quantizer::new(cpu, dlogits_operand, [of_wt, wgrad_x.is_some()]);
     let (scale, mut gradients) = match op.grad {
         Some(grad) => {
             let wt = Weight::new(grad.wt);
@@ -85,7 +85,8 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
     };
     for chunk in &chunks {
         let rows = chunk.tokens.clone();
-        let x = of_x.factor(&x[rows.start * d..rows.end * d], d)?;
+        let groups = random.groups_of(cpu, chunk, align)?;
+        let x = of_x.factor(&x[rows.start * d..rows.end * d], d, (chunk, groups.as_ref()))?;
         let logits = &mut logits.as_mut_slice()[..rows.len() * vocab];
         product(cpu, (rows.len(), vocab, d), (&x, &mut w), &mut *logits)?;
         let losses = &mut loss.as_mut_slice()[rows.clone()];
@@ -94,7 +95,7 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
             (Some(Gradients { wt, dlogits, dw }), Some(dx)) => {
                 let dlogits = &mut dlogits.as_mut_slice()[..rows.len() * vocab];
                 entropy.run(logits, losses, dlogits);
-                let dlogits = of_dlogits.factor(dlogits, vocab)?;
+                let dlogits = of_dlogits.factor(dlogits, vocab, (chunk, groups.as_ref()))?;
                 let dx = &mut T::slice_mut(OP, dx)?[rows.start * d..rows.end * d];
                 product(cpu, (rows.len(), d, vocab), (&dlogits, wt), dx)?;
                 dw.add_chunk(cpu, chunk, &dlogits, &x)?;
@@ -127,51 +128,45 @@ fn is_block(x: &core::Operand<Cpu>) -> bool {
 /// Prepares a tensor's operands for the GEMMs, chunk by chunk, and sums the block counts.
 struct Quantizer<'a> {
     cpu: &'a Cpu,
-    /// Codecs of the row blocks and of the column blocks.
-    codecs: [Option<Codec>; 2],
+    operand: HeadOperand<'a, Cpu>,
     /// For each GEMM, whether the other operand is quantized.
     beside: [bool; 2],
     counts: [u64; 3],
 }
 
 impl<'a> Quantizer<'a> {
-    fn new(cpu: &'a Cpu, codecs: [Option<Codec>; 2], beside: [bool; 2]) -> Self {
-        Self { cpu, codecs, beside, counts: [0; 3] }
+    fn new(cpu: &'a Cpu, operand: HeadOperand<'a, Cpu>, beside: [bool; 2]) -> Self {
+        Self { cpu, operand, beside, counts: [0; 3] }
     }
 
     /// The operands of one chunk, whose rows have `cols` values.
-    fn factor<'x, T: Factor>(&mut self, values: &'x [T], cols: usize) -> Result<Chunk<'x>> {
+    fn factor<'x, T: Factor>(
+        &mut self,
+        values: &'x [T],
+        cols: usize,
+        (chunk, groups): (&HeadLossChunk, Option<&Groups<Cpu>>),
+    ) -> Result<Chunk<'x>> {
         let mut made = Chunk { values: T::factor(values), cols, by_rows: None, by_cols: None };
-        if self.codecs == [None, None] && self.beside == [false, false] {
+        let codecs = self.operand.codecs();
+        if codecs == [None, None] && self.beside == [false, false] {
             return Ok(made);
         }
         let mut copy = self.cpu.scratch::<T>(values.len());
         copy.as_mut_slice().copy_from_slice(values);
         let x = Tensor::new(T::data(copy), values.len() / cols.max(1), cols)?;
-        if let [Some(rows), Some(cols)] = self.codecs
-            && rows == cols
-        {
-            let both = self.quantize(&x, rows, Planes::Both)?;
-            (made.by_rows, made.by_cols) = (both.rows, both.cols);
-            return Ok(made);
+        for op in self.operand.quantizations(&x, chunk, groups) {
+            let quantized = quantize(self.cpu, op)?;
+            if let Some(Counts(counts)) = &quantized.counts {
+                self.counts.iter_mut().zip(counts.as_slice()).for_each(|(sum, count)| *sum += count);
+            }
+            made.by_rows = made.by_rows.or(quantized.rows);
+            made.by_cols = made.by_cols.or(quantized.cols);
         }
-        let [rows, cols] = self.codecs;
-        made.by_rows = match rows {
-            Some(codec) => self.quantize(&x, codec, Planes::Rows)?.rows,
-            None => self.beside[0].then(|| core::Operand::Plain(x.clone())),
+        let plain = |side: usize| {
+            (self.beside[side] && codecs[side].is_none()).then(|| core::Operand::Plain(x.clone()))
         };
-        made.by_cols = match cols {
-            Some(codec) => self.quantize(&x, codec, Planes::Cols)?.cols,
-            None => self.beside[1].then_some(core::Operand::Plain(x)),
-        };
-        Ok(made)
-    }
-
-    fn quantize(&mut self, x: &Tensor<Cpu>, codec: Codec, planes: Planes) -> Result<core::ops::Emitted<Cpu>> {
-        let made = quantize(self.cpu, Quantize::new(x, codec, planes))?;
-        if let Some(Counts(counts)) = &made.counts {
-            self.counts.iter_mut().zip(counts.as_slice()).for_each(|(sum, count)| *sum += count);
-        }
+        made.by_rows = made.by_rows.or_else(|| plain(0));
+        made.by_cols = made.by_cols.or_else(|| plain(1));
         Ok(made)
     }
 }

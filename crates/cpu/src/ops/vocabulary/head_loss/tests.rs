@@ -1,10 +1,10 @@
 use crate::Cpu;
 use crate::ops::plain::elementwise::tests::{below, bits, normals, same_everywhere};
 use half::bf16;
-use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
+use nibble_core::formats::{Codec, Format, Purpose, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{
-    Control, Counts, CrossEntropy, Emitted, Gemm, GroupedWgrad, HeadCodecs, HeadLoss, HeadLossGrad,
-    HeadLossOut, Planes, Quantize,
+    Control, Counts, CrossEntropy, Emitted, Gemm, GroupedWgrad, Hadamard, HeadCodecs, HeadLoss, HeadLossGrad,
+    HeadLossOut, HeadRandom, Planes, Quantize, Random,
 };
 use nibble_core::{Backend, DType, Groups, Operand, Tensor};
 
@@ -76,7 +76,8 @@ impl Call {
         let (codecs, w, wt) = (HeadCodecs::default(), Operand::Plain(w), Operand::Plain(wt));
         let grad = HeadLossGrad { wt: &wt, control: &control(cpu), dw: &mut dw, accumulate: self.accumulate };
         let shards = self.shards;
-        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad: Some(grad) };
+        let (random, targets, grad) = (HeadRandom::default(), &targets, Some(grad));
+        let op = HeadLoss { x: &x, w: &w, codecs, random, targets, shards, chunk, grad };
         let HeadLossOut { shard_nats, bad_ids, dx, .. } = op.run(cpu).unwrap();
         results(shard_nats.as_slice(), bad_ids.as_slice(), &dx.unwrap(), &dw)
     }
@@ -134,8 +135,8 @@ fn losses_alone_are_those_of_the_pass_with_gradients() {
     let (nats, bad) = same_everywhere(|cpu| {
         let [x, w, ..] = call.operands(cpu);
         let (targets, w) = (cpu.upload(&call.targets()).unwrap(), Operand::Plain(w));
-        let codecs = HeadCodecs::default();
-        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards: 3, chunk: 12, grad: None };
+        let (codecs, random, targets) = (HeadCodecs::default(), HeadRandom::default(), &targets);
+        let op = HeadLoss { x: &x, w: &w, codecs, random, targets, shards: 3, chunk: 12, grad: None };
         let out = op.run(cpu).unwrap();
         assert!(out.dx.is_none());
         let nats: Vec<u64> = out.shard_nats.as_slice().iter().map(|n| n.to_bits()).collect();
@@ -153,8 +154,8 @@ fn no_tokens_have_no_gradient() {
     let mut dw = tensor(&cpu, &[5.0; 24], 6, DType::F32);
     let grad = HeadLossGrad { wt: &wt, control: &control(&cpu), dw: &mut dw, accumulate: false };
     let targets = cpu.upload::<i32>(&[]).unwrap();
-    let op =
-        HeadLoss { x: &empty(4), w: &w, codecs, targets: &targets, shards: 2, chunk: 8, grad: Some(grad) };
+    let (random, targets, grad) = (HeadRandom::default(), &targets, Some(grad));
+    let op = HeadLoss { x: &empty(4), w: &w, codecs, random, targets, shards: 2, chunk: 8, grad };
     let out = op.run(&cpu).unwrap();
     assert_eq!(out.shard_nats.as_slice(), [0.0, 0.0]);
     assert_eq!(out.dx.unwrap().shape(), (0, 4));
@@ -174,7 +175,8 @@ fn all_logits_never_exist_at_once() {
         let targets = cpu.upload(&below(4, vocab, tokens)).unwrap();
         let live = cpu.memory().live_bytes;
         let grad = HeadLossGrad { wt: &wt, control: &control(&cpu), dw: &mut dw, accumulate: true };
-        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards: 1, chunk, grad: Some(grad) };
+        let (random, targets, grad) = (HeadRandom::default(), &targets, Some(grad));
+        let op = HeadLoss { x: &x, w: &w, codecs, random, targets, shards: 1, chunk, grad };
         op.run(&cpu).unwrap();
         let (peak, logits) = (cpu.memory().peak_bytes, tokens * vocab * size_of::<f32>());
         assert!(live < logits / 4, "the operands are small beside the logits");
@@ -194,77 +196,184 @@ fn add(sum: &mut [u64; 3], made: &Emitted<Cpu>) {
 /// The results, and the block counts of x and of dlogits.
 type Quantized = (Results, [u64; 3], [u64; 3]);
 
+/// The lengths of the transforms in the products that compute the logits, dx and dw.
+type Transforms = [Option<usize>; 3];
+
+/// The id of the first row.
+const FIRST_ID: usize = 1000;
+
+fn transform(product: usize, len: Option<usize>) -> Option<Hadamard<'static, Cpu>> {
+    len.map(|len| Hadamard { len, ..Hadamard::new(5, product as u32) })
+}
+
+/// The random bits of x (0) or of dlogits (1).
+fn bits_of(tensor: u32) -> Random<'static, Cpu> {
+    Stream::new(7, Purpose::Rounding, tensor, 3).into()
+}
+
 impl Call {
-    /// The weight in 2-D blocks, both as it is and transposed.
-    fn tiles(&self, cpu: &Cpu, rule: ScaleRule) -> [Operand<Cpu>; 2] {
-        let w = tensor(cpu, &normals(2, self.vocab * self.d), self.vocab, DType::F32);
-        let tiles = Quantize::new(&w, e4m3(rule), Planes::Tiles).run(cpu).unwrap();
-        [tiles.rows.unwrap(), tiles.cols.unwrap()]
+    /// The weight, both as it is and transposed: in 2-D blocks, or in blocks along its transformed rows.
+    fn blocks(&self, cpu: &Cpu, rule: ScaleRule, [fprop, dgrad, _]: Transforms) -> [Operand<Cpu>; 2] {
+        let w = normals(2, self.vocab * self.d);
+        let tiles = tensor(cpu, &w, self.vocab, DType::F32);
+        let tiles = Quantize::new(&tiles, e4m3(rule), Planes::Tiles).run(cpu).unwrap();
+        let along = |w: &[f32], rows, hadamard| {
+            let w = tensor(cpu, w, rows, DType::F32);
+            Quantize { hadamard, ..Quantize::new(&w, e4m3(rule), Planes::Rows) }.run(cpu).unwrap().rows
+        };
+        let wt = transposed(&w, self.vocab);
+        let w = fprop.map_or(tiles.rows, |len| along(&w, self.vocab, transform(0, Some(len))));
+        let wt = dgrad.map_or(tiles.cols, |len| along(&wt, self.d, transform(1, Some(len))));
+        [w, wt].map(Option::unwrap)
     }
 
-    fn quantized_in_chunks(&self, cpu: &Cpu, codecs: HeadCodecs, chunk: usize) -> Quantized {
+    fn ids(&self, cpu: &Cpu) -> crate::Buf<i32> {
+        let ids: Vec<i32> = (0..self.tokens).map(|token| (FIRST_ID + token) as i32).collect();
+        cpu.upload(&ids).unwrap()
+    }
+
+    fn weights(
+        &self,
+        cpu: &Cpu,
+        plain: [Tensor<Cpu>; 2],
+        codecs: HeadCodecs,
+        transforms: Transforms,
+    ) -> [Operand<Cpu>; 2] {
+        match codecs.fprop_x {
+            Some(codec) => self.blocks(cpu, codec.rule(), transforms),
+            None => plain.map(Operand::Plain),
+        }
+    }
+
+    fn quantized_in_chunks(&self, cpu: &Cpu, codecs: HeadCodecs, of: Transforms, chunk: usize) -> Quantized {
         let [x, w, wt, mut dw] = self.operands(cpu);
-        let [w, wt] = match codecs.fprop_x {
-            Some(codec) => self.tiles(cpu, codec.rule()),
-            None => [w, wt].map(Operand::Plain),
-        };
-        let targets = cpu.upload(&self.targets()).unwrap();
+        let [w, wt] = self.weights(cpu, [w, wt], codecs, of);
+        let targets = &cpu.upload(&self.targets()).unwrap();
         let grad = HeadLossGrad { wt: &wt, control: &control(cpu), dw: &mut dw, accumulate: self.accumulate };
-        let shards = self.shards;
-        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad: Some(grad) };
-        let out = op.run(cpu).unwrap();
+        let ids = self.ids(cpu);
+        let random = HeadRandom {
+            x: Some(bits_of(0)),
+            dlogits: Some(bits_of(1)),
+            fprop: transform(0, of[0]),
+            dgrad: transform(1, of[1]),
+            wgrad: transform(2, of[2]),
+            row_id: draws(codecs, of).then_some(&ids),
+        };
+        let (shards, grad) = (self.shards, Some(grad));
+        let out = HeadLoss { x: &x, w: &w, codecs, random, targets, shards, chunk, grad }.run(cpu).unwrap();
         let counts = |counts: Option<Counts<Cpu>>| counts.unwrap().0.as_slice().try_into().unwrap();
         let results = results(out.shard_nats.as_slice(), out.bad_ids.as_slice(), &out.dx.unwrap(), &dw);
         (results, counts(out.x_counts), counts(out.dlogits_counts))
     }
 
     /// The result of the separate operations, over all tokens at once.
-    fn quantized_apart(&self, cpu: &Cpu, codecs: HeadCodecs) -> Quantized {
+    fn quantized_apart(&self, cpu: &Cpu, codecs: HeadCodecs, of: Transforms) -> Quantized {
         let Self { tokens, shards, dtype, accumulate, .. } = *self;
         let [x, w, wt, mut dw] = self.operands(cpu);
-        let [w, wt] = match codecs.fprop_x {
-            Some(codec) => self.tiles(cpu, codec.rule()),
-            None => [w, wt].map(Operand::Plain),
-        };
-        let groups = Groups::uniform(cpu, shards, tokens / shards, 128, 0).unwrap();
-        let [mut of_x, mut of_dlogits] = [[0; 3]; 2];
-        let operands = |x: &Tensor<Cpu>, rows: Option<Codec>, cols: Option<Codec>, counts: &mut [u64; 3]| {
-            let plain = || Some(Operand::Plain(x.clone()));
-            if rows == cols {
-                let both =
-                    Quantize { groups: Some(&groups), ..Quantize::new(x, rows.unwrap(), Planes::Both) };
-                let both = both.run(cpu).unwrap();
-                add(counts, &both);
+        let [w, wt] = self.weights(cpu, [w, wt], codecs, of);
+        let groups = Groups::uniform(cpu, shards, tokens / shards, 128, FIRST_ID).unwrap();
+        let mut sums = [[0; 3]; 2];
+        let mut operands = |x: &Tensor<Cpu>, which: usize, [rows, cols]: [Option<Codec>; 2]| {
+            let is_transformed = of[which].is_some() || of[2].is_some();
+            let mut of = |codec: Option<Codec>, planes, product: usize| {
+                let codec = codec?;
+                let random = codec.draws().then(|| bits_of(which as u32));
+                let hadamard = transform(product, of[product]);
+                let groups = Some(&groups);
+                let op = Quantize { groups, random, hadamard, ..Quantize::new(x, codec, planes) };
+                let made = op.run(cpu).unwrap();
+                add(&mut sums[which], &made);
+                Some(made)
+            };
+            if rows == cols && !is_transformed {
+                let both = of(rows, Planes::Both, which).unwrap();
                 return [both.rows, both.cols].map(Option::unwrap);
             }
-            let [rows, cols] = [(rows, Planes::Rows), (cols, Planes::Cols)].map(|(codec, planes)| {
-                let made = codec.map(|codec| {
-                    Quantize { groups: Some(&groups), ..Quantize::new(x, codec, planes) }.run(cpu).unwrap()
-                });
-                made.iter().for_each(|made| add(counts, made));
-                made
-            });
-            [rows.map_or_else(plain, |made| made.rows), cols.map_or_else(plain, |made| made.cols)]
-                .map(Option::unwrap)
+            let rows = of(rows, Planes::Rows, which).map(|made| made.rows.unwrap());
+            let cols = of(cols, Planes::Cols, 2).map(|made| made.cols.unwrap());
+            [rows, cols].map(|made| made.unwrap_or_else(|| Operand::Plain(x.clone())))
         };
         let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = codecs;
-        let [x_rows, x_cols] = operands(&x, fprop_x, wgrad_x, &mut of_x);
+        let [x_rows, x_cols] = operands(&x, 0, [fprop_x, wgrad_x]);
         let logits = Gemm { a: &x_rows, b: &w, out: DType::F32 }.run(cpu).unwrap();
-        let targets = cpu.upload(&self.targets()).unwrap();
-        let loss = CrossEntropy {
-            logits: &logits,
-            targets: &targets,
-            control: &control(cpu),
-            shards,
-            grad: Some(dtype),
-        }
-        .run(cpu)
-        .unwrap();
-        let [rows, cols] = operands(&loss.dlogits.unwrap(), dgrad_dy, wgrad_dy, &mut of_dlogits);
+        let (targets, control) = (&cpu.upload(&self.targets()).unwrap(), &control(cpu));
+        let loss = CrossEntropy { logits: &logits, targets, control, shards, grad: Some(dtype) };
+        let loss = loss.run(cpu).unwrap();
+        let [rows, cols] = operands(&loss.dlogits.unwrap(), 1, [dgrad_dy, wgrad_dy]);
         let dx = Gemm { a: &rows, b: &wt, out: dtype }.run(cpu).unwrap();
         GroupedWgrad { dy: &cols, x: &x_cols, groups: &groups, grad: &mut dw, accumulate }.run(cpu).unwrap();
-        (results(loss.shard_nats.as_slice(), loss.bad_ids.as_slice(), &dx, &dw), of_x, of_dlogits)
+        let results = results(loss.shard_nats.as_slice(), loss.bad_ids.as_slice(), &dx, &dw);
+        (results, sums[0], sums[1])
     }
+}
+
+/// Whether some bits depend on the ids of rows.
+fn draws(codecs: HeadCodecs, of: Transforms) -> bool {
+    of[2].is_some() || codecs.arguments().into_iter().any(|(_, codec, _)| codec.is_some_and(|c| c.draws()))
+}
+
+#[test]
+fn random_bits_and_transforms_are_those_of_all_tokens_whatever_the_chunk() {
+    let codec = |format, rounding| Codec::new(format, ScaleRule::Rceil, rounding).ok();
+    let all = |codec| HeadCodecs { fprop_x: codec, dgrad_dy: codec, wgrad_dy: codec, wgrad_x: codec };
+    let [e4m3, mxfp4] = [Format::E4m3, Format::Mxfp4].map(|format| all(codec(format, Rounding::Stochastic)));
+    let nearest = all(codec(Format::Mxfp4, Rounding::NearestEven));
+    let dithered = codec(Format::Mxfp8E5m2, Rounding::Dither { delta_q16: 0x4000 });
+    let levels = Codec::new(Format::Nvfp4In128, ScaleRule::Amax, Rounding::Stochastic).ok();
+    assert!(levels.is_some());
+    let choices = [
+        (e4m3, [None; 3]),
+        (mxfp4, [None, None, Some(128)]),
+        (mxfp4, [Some(16), Some(128), Some(64)]),
+        (nearest, [Some(32), None, None]),
+        (nearest, [None, Some(64), Some(16)]),
+        (HeadCodecs { dgrad_dy: mxfp4.dgrad_dy, wgrad_x: dithered, ..nearest }, [None; 3]),
+        (HeadCodecs { wgrad_dy: None, wgrad_x: None, ..mxfp4 }, [Some(32), None, None]),
+        (HeadCodecs { dgrad_dy: levels, wgrad_dy: levels, ..e4m3 }, [None, Some(128), Some(128)]),
+    ];
+    for (i, (codecs, of)) in choices.into_iter().enumerate() {
+        let (type_of_dw, accumulate) = [(DType::F32, false), (DType::F32, true), (DType::Bf16, true)][i % 3];
+        let dtype = if i % 4 == 1 { DType::F32 } else { DType::Bf16 };
+        let call = Call { tokens: 512, d: 32, vocab: 128, shards: 2, dtype, type_of_dw, accumulate };
+        let want = same_everywhere(|cpu| call.quantized_apart(cpu, codecs, of));
+        // Chunks have a part of a shard, one shard, or both shards.
+        for chunk in [128, 256, 512] {
+            let got = same_everywhere(|cpu| call.quantized_in_chunks(cpu, codecs, of, chunk));
+            assert!(got == want, "{call:?}, {codecs:?}, {of:?} in chunks of {chunk}");
+        }
+    }
+}
+
+/// Without ids, the id of a row is its index. The bits are those of one chunk of all tokens.
+#[test]
+fn rows_without_ids_take_the_bits_of_their_indices() {
+    let cpu = Cpu::new(2).unwrap();
+    let stochastic = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::Stochastic).ok();
+    let codecs =
+        HeadCodecs { fprop_x: stochastic, dgrad_dy: stochastic, wgrad_dy: stochastic, wgrad_x: stochastic };
+    let (dtype, type_of_dw, accumulate) = (DType::Bf16, DType::F32, false);
+    let call = Call { tokens: 512, d: 32, vocab: 64, shards: 1, dtype, type_of_dw, accumulate };
+    let targets = &cpu.upload(&call.targets()).unwrap();
+    let indices: Vec<i32> = (0..512).collect();
+    let ids = cpu.upload(&indices).unwrap();
+    let (mut nats, mut of_dw) = (Vec::new(), Vec::new());
+    for (chunk, row_id) in [(512, None), (128, None), (256, None), (128, Some(&ids))] {
+        let [x, _, _, mut dw] = call.operands(&cpu);
+        let [w, wt] = call.blocks(&cpu, ScaleRule::Rceil, [None; 3]);
+        let grad = Some(HeadLossGrad { wt: &wt, control: &control(&cpu), dw: &mut dw, accumulate });
+        let wgrad = transform(2, Some(64));
+        let random = HeadRandom {
+            x: Some(bits_of(0)),
+            dlogits: Some(bits_of(1)),
+            wgrad,
+            row_id,
+            ..Default::default()
+        };
+        let op = HeadLoss { x: &x, w: &w, codecs, random, targets, shards: 1, chunk, grad };
+        nats.push(op.run(&cpu).unwrap().shard_nats.as_slice().to_vec());
+        of_dw.push(bits(&dw));
+    }
+    assert!(nats.iter().all(|one| *one == nats[0]) && of_dw.iter().all(|one| *one == of_dw[0]));
 }
 
 #[test]
@@ -293,16 +402,13 @@ fn quantized_operands_are_those_of_all_tokens_whatever_the_chunk() {
                 continue; // the operation refuses this combination
             }
             let call = Call { tokens, d, vocab, shards, dtype, type_of_dw, accumulate };
-            let apart = if shards == 1 {
-                None
-            } else {
-                Some(same_everywhere(|cpu| call.quantized_apart(cpu, codecs)))
-            };
-            let want =
-                apart.unwrap_or_else(|| same_everywhere(|cpu| call.quantized_in_chunks(cpu, codecs, 512)));
+            let want = same_everywhere(|cpu| match shards {
+                1 => call.quantized_in_chunks(cpu, codecs, [None; 3], 512),
+                _ => call.quantized_apart(cpu, codecs, [None; 3]),
+            });
             assert!(want.1[Counts::<Cpu>::NON_ZERO] > 0 && want.2[Counts::<Cpu>::NON_ZERO] > 0);
             for chunk in [128, 256] {
-                let got = same_everywhere(|cpu| call.quantized_in_chunks(cpu, codecs, chunk));
+                let got = same_everywhere(|cpu| call.quantized_in_chunks(cpu, codecs, [None; 3], chunk));
                 assert!(got == want, "{call:?}, {codecs:?} in chunks of {chunk}");
             }
         }
@@ -317,19 +423,33 @@ fn what_cannot_be_honoured_is_refused() {
     let codec = Some(e4m3(ScaleRule::Rceil));
     let all = HeadCodecs { fprop_x: codec, dgrad_dy: codec, wgrad_dy: codec, wgrad_x: codec };
     let random = Codec::new(Format::E4m3, ScaleRule::Rceil, Rounding::Stochastic).ok();
-    let refused = |call: Call, codecs: HeadCodecs, tiles: bool, chunk: usize, argument: &str| {
-        let [x, w, wt, mut dw] = call.operands(&cpu);
-        let [w, wt] = if tiles { call.tiles(&cpu, ScaleRule::Rceil) } else { [w, wt].map(Operand::Plain) };
-        let targets = cpu.upload(&call.targets()).unwrap();
-        let grad = Some(HeadLossGrad { wt: &wt, control: &control(&cpu), dw: &mut dw, accumulate });
-        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards: call.shards, chunk, grad };
-        let error = op.run(&cpu).unwrap_err().to_string();
-        assert!(error.contains(argument), "{error}");
-    };
-    refused(call, all, true, 64, "`chunk`");
-    refused(Call { tokens: 200, ..call }, all, true, 128, "`tokens of a shard`");
+    let refused =
+        |call: Call, codecs: HeadCodecs, random: HeadRandom<'_, Cpu>, chunk: usize, argument: &str| {
+            let [x, _, _, mut dw] = call.operands(&cpu);
+            let [w, wt] = call.blocks(&cpu, ScaleRule::Rceil, [None; 3]);
+            let targets = &cpu.upload(&call.targets()).unwrap();
+            let grad = Some(HeadLossGrad { wt: &wt, control: &control(&cpu), dw: &mut dw, accumulate });
+            let op = HeadLoss { x: &x, w: &w, codecs, random, targets, shards: call.shards, chunk, grad };
+            let error = op.run(&cpu).unwrap_err().to_string();
+            assert!(error.contains(argument), "{error}");
+        };
+    let none = HeadRandom::default;
+    refused(call, all, none(), 64, "`chunk`");
+    refused(Call { tokens: 200, ..call }, all, none(), 128, "`tokens of a shard`");
     // Column blocks of two lengths in one shard end at different rows.
     let of_two = HeadCodecs { wgrad_x: None, ..all };
-    refused(Call { tokens: 200, shards: 1, ..call }, of_two, true, 128, "`tokens of a shard`");
-    refused(call, HeadCodecs { dgrad_dy: random, ..all }, true, 128, "`codecs.dgrad_dy`");
+    let one = Call { tokens: 200, shards: 1, ..call };
+    refused(one, of_two, none(), 128, "`tokens of a shard`");
+    // Rows have whole column blocks if they have ids, and whole transform blocks.
+    let ids = one.ids(&cpu);
+    refused(one, all, HeadRandom { row_id: Some(&ids), ..none() }, 128, "`tokens of a shard`");
+    let transformed = HeadRandom { wgrad: transform(2, Some(16)), ..HeadRandom::default() };
+    refused(one, all, transformed, 128, "`random.wgrad.len`");
+    refused(call, all, transformed, 128, "`random.row_id`");
+    refused(call, of_two, transformed, 128, "`random.wgrad`");
+    refused(call, all, HeadRandom { row_id: Some(&ids), ..none() }, 128, "`random.row_id.len()`");
+    // The width and the vocabulary are 16 and 24.
+    refused(call, all, HeadRandom { fprop: transform(0, Some(32)), ..none() }, 128, "`random.fprop.len`");
+    refused(call, all, HeadRandom { dgrad: transform(1, Some(16)), ..none() }, 128, "`random.dgrad.len`");
+    refused(call, HeadCodecs { dgrad_dy: random, ..all }, none(), 128, "`random`");
 }

@@ -100,7 +100,7 @@ impl<B: Kernels> Case<B> for StepOnDevice {
         let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
         let made = |random: Random<'_, B>| {
             let of_step = Stream { step: random.stream.step, ..signs };
-            let hadamard = hadamard.map(|len| Hadamard { len, signs: of_step, step: random.step });
+            let hadamard = hadamard.map(|len| Hadamard { len, signs: of_step, step: random.step, first: 0 });
             let random = codec.draws().then_some(random);
             let op = Quantize { random, hadamard, ..Quantize::new(&x, codec, planes) };
             let mut out = Outputs::default();
@@ -309,6 +309,8 @@ struct Transformed {
     codec: Codec,
     planes: Planes,
     len: usize,
+    /// The position of the first row of each group in a longer group.
+    first: u64,
     spread: Option<Spread>,
     rows: usize,
     cols: usize,
@@ -324,11 +326,11 @@ impl<B: Kernels> Case<B> for Transformed {
     }
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
-        let Self { codec, planes, len, cols, .. } = *self;
+        let Self { codec, planes, len, first, cols, .. } = *self;
         let (x, groups) = matrix(b, self.spread, (self.rows, cols), self.dtype, self.input, pads)?;
         let random = codec.draws().then(|| stream("quantize.random").into());
         let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
-        let hadamard = Some(Hadamard { len, signs, step: None });
+        let hadamard = Some(Hadamard { len, signs, step: None, first });
         let made = Quantize { groups: groups.as_ref(), random, hadamard, ..Quantize::new(&x, codec, planes) }
             .run(b)?;
         let mut out = Outputs::default();
@@ -365,15 +367,11 @@ fn transformed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (i, codec) in codecs.into_iter().enumerate() {
         for (j, len) in LENGTHS.into_iter().enumerate() {
             let (dtype, input) = (PLAIN[(i + j) % 2], inputs[(i + 2 * j) % inputs.len()]);
-            let case = |planes, spread, rows, cols| Transformed {
-                codec,
-                planes,
-                len,
-                spread,
-                rows,
-                cols,
-                dtype,
-                input,
+            // Some columns go on in the middle of a longer group.
+            let part = if (i + j) % 2 == 0 { 0 } else { 3 * len as u64 };
+            let case = |planes, spread, rows, cols| {
+                let first = if planes == Planes::Cols { part } else { 0 };
+                Transformed { codec, planes, len, first, spread, rows, cols, dtype, input }
             };
             // The matrix has fewer rows than a block if the format allows it.
             let rows = if codec.format().column_step() >= 128 { 3 * len + 5 } else { 384 };
@@ -472,7 +470,7 @@ fn wide<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             pair.check(&Dense { codec, planes, rows: 160, cols, stack: 2, dtype, input });
         } else {
             let (planes, len, spread) = (Planes::Rows, 64, None);
-            pair.check(&Transformed { codec, planes, len, spread, rows, cols, dtype, input });
+            pair.check(&Transformed { codec, planes, len, first: 0, spread, rows, cols, dtype, input });
         }
         // One group has a single row, and the other group ends within its second block.
         let (planes, spread) = ([Planes::Cols, Planes::Both][i % 2], Spread::OneTakesMost);

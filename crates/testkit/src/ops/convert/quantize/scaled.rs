@@ -105,6 +105,16 @@ pub(super) fn scaled_blocks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             pair.check(&Ragged { codec, planes, spread, num_groups: 3, rows: 200, cols: 96, dtype, input });
         }
         let (planes, spread) = ([Planes::Rows, Planes::Cols][i % 2], Some(Spread::Zipf));
-        pair.check(&Transformed { codec, planes, len: 64, spread, rows: 200, cols: 128, dtype, input });
+        pair.check(&Transformed {
+            codec,
+            planes,
+            len: 64,
+            first: 0,
+            spread,
+            rows: 200,
+            cols: 128,
+            dtype,
+            input,
+        });
     }
 }

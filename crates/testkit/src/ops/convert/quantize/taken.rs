@@ -36,7 +36,7 @@ impl<B: Kernels> Case<B> for ForProducts {
         let Self { codec, planes, numbers, cols, len, .. } = *self;
         let (x, groups) = matrix(b, self.spread, (self.rows, cols), self.dtype, self.input, pads)?;
         let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
-        let hadamard = len.map(|len| Hadamard { len, signs, step: None });
+        let hadamard = len.map(|len| Hadamard { len, signs, step: None, first: 0 });
         let random = codec.draws().then(|| stream("quantize.random").into());
         let op = Quantize { groups: groups.as_ref(), random, hadamard, ..Quantize::new(&x, codec, planes) };
         let made = Quantize { only_for: Some(numbers), ..op }.run(b)?;
