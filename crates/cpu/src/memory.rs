@@ -96,9 +96,9 @@ impl Words {
             Self::Arena(block) => Some(bytemuck::cast_slice_mut(block.as_mut_slice())),
             Self::Lent(lent) if !lent.is_writable() => None,
             Self::Lent(lent) if lent.bytes() == 0 => Some(bytemuck::cast_slice_mut::<u64, u8>(&mut [])),
-            // SAFETY: whoever made `lent` promised that these bytes are writable on this device while it lives, and that nobody else
-            // uses them meanwhile. `&mut self` makes this the only reference.
             Self::Lent(lent) => {
+                // SAFETY: whoever made `lent` promised that these bytes are writable on this device while it lives, and that nobody else
+                // uses them meanwhile. `&mut self` makes this the only reference.
                 Some(unsafe { std::slice::from_raw_parts_mut(lent.address() as *mut u8, lent.bytes()) })
             }
         }

@@ -3,8 +3,9 @@
 use crate::dlpack::{self, Foreign};
 use crate::element::Element;
 use crate::errors::raised;
+use crate::home::Home;
 use crate::on;
-use crate::place::{Home, Tensors, exported, matrix, plain};
+use crate::place::{Tensors, exported, matrix, plain};
 use nibble_core::ops::{Counts, Dequantize, Planes, Quantize, Taken, Transcode};
 use nibble_core::{BlockScaled, DeviceKind, Result};
 use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleLayout, ScaleRule, Stream, fnv1a32};

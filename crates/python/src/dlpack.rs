@@ -4,8 +4,8 @@
 //! stream on which PyTorch works now, and allocate from PyTorch's allocator. The structures are those of `dlpack.h`, version 1.3:
 //! <https://dmlc.github.io/dlpack/latest/c_api.html>.
 
-use crate::element::Element;
-use crate::place::Home;
+use crate::element::{DataType, Element};
+use crate::home::{DeviceId, Home};
 use nibble_core::{Error, Lent, Plain, Result};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -22,35 +22,6 @@ const MAJOR: u32 = 1;
 struct Version {
     major: u32,
     minor: u32,
-}
-
-/// A device: its kind, and its number among devices of the kind.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct DeviceId {
-    /// [`DeviceId::CPU`] or [`DeviceId::CUDA`]; other kinds are refused.
-    pub kind: i32,
-    /// The number of the device.
-    pub number: i32,
-}
-
-impl DeviceId {
-    /// The host.
-    pub const CPU: i32 = 1;
-    /// A GPU of NVIDIA.
-    pub const CUDA: i32 = 2;
-}
-
-/// An element type: a code of DLPack, bits, and vector lanes (always 1 here).
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DataType {
-    /// DLPack's code of the type.
-    pub code: u8,
-    /// Bits of an element.
-    pub bits: u8,
-    /// Vector lanes.
-    pub lanes: u16,
 }
 
 #[repr(C)]

@@ -1,7 +1,18 @@
 //! The types of elements that both PyTorch and Nibble know.
 
-use crate::dlpack::DataType;
 use nibble_core::DType;
+
+/// An element type: a code of DLPack, bits, and vector lanes (always 1 here).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DataType {
+    /// DLPack's code of the type.
+    pub code: u8,
+    /// Bits of an element.
+    pub bits: u8,
+    /// Vector lanes.
+    pub lanes: u16,
+}
 
 /// An element type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

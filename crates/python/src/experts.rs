@@ -2,9 +2,10 @@
 
 use crate::dlpack::{self, Foreign};
 use crate::element::Element;
+use crate::home::Home;
 use crate::layer::{Call, FLOATS, Operands, cast, clock, dims, gradient};
 use crate::on;
-use crate::place::{Home, Tensors, exported, matrix, plain};
+use crate::place::{Tensors, exported, matrix, plain};
 use crate::recipes::or_raised;
 use crate::saved::{self, Shape};
 use nibble_core::ops::Routing;

@@ -2,7 +2,7 @@
 
 use crate::dlpack::Foreign;
 use crate::element::Element;
-use crate::place::Home;
+use crate::home::Home;
 use crate::recipes::{self, or_raised};
 use crate::saved::Shape;
 use nibble_core::ops::Cast;

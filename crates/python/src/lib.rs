@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`dlpack`] | tensors cross by DLPack's exchange table: views without a copy and without a wait |
 //! | [`place`] | the backend of a tensor's device: its current stream, and PyTorch's allocator |
+//! | [`home`] | the backends, with memory that PyTorch owns |
 //! | [`element`] | the types of elements that both sides know |
 //! | [`convert`] | quantize, dequantize and transcode |
 //! | [`recipes`] | recipes by name or path, and the plan of a layer |
@@ -19,6 +20,7 @@ mod dlpack;
 mod element;
 mod errors;
 mod experts;
+mod home;
 mod layer;
 mod linear;
 mod place;

@@ -1,43 +1,16 @@
 //! The backend of a tensor's device. On a GPU it works on PyTorch's current stream and allocates from PyTorch's allocator.
 
-use crate::dlpack::{self, DeviceId, Foreign};
+use crate::dlpack::{self, Foreign};
 use crate::element::Element;
 use crate::errors::raised;
-use nibble_core::{DType, Data, Kernels, Lent, Plain, Result, Tensor};
+use crate::home::{DeviceId, Home};
+use nibble_core::{DType, Data, Lent, Result, Tensor};
 use nibble_cpu::Cpu;
 use nibble_cuda::{Allocator, Cuda, Device, Given, Jit};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-
-/// A backend whose buffers may be PyTorch's memory.
-pub trait Home: Kernels {
-    /// A buffer of borrowed memory.
-    fn borrow<T: Plain>(&self, lent: Lent) -> Result<Self::Buf<T>>;
-    /// The device of the backend's buffers.
-    fn device_id(&self) -> DeviceId;
-}
-
-impl Home for Cpu {
-    fn borrow<T: Plain>(&self, lent: Lent) -> Result<Self::Buf<T>> {
-        Cpu::borrow(self, lent)
-    }
-
-    fn device_id(&self) -> DeviceId {
-        DeviceId { kind: DeviceId::CPU, number: 0 }
-    }
-}
-
-impl Home for Cuda {
-    fn borrow<T: Plain>(&self, lent: Lent) -> Result<Self::Buf<T>> {
-        Cuda::borrow(self, lent)
-    }
-
-    fn device_id(&self) -> DeviceId {
-        DeviceId { kind: DeviceId::CUDA, number: self.device().info().ordinal as i32 }
-    }
-}
 
 /// The backend of a device.
 #[derive(Clone)]

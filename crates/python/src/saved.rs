@@ -6,7 +6,8 @@
 
 use crate::dlpack::{self, Foreign};
 use crate::element::Element;
-use crate::place::{Home, Tensors, exported, matrix};
+use crate::home::Home;
+use crate::place::{Tensors, exported, matrix};
 use crate::recipes::or_raised;
 use nibble_core::ops::Taken;
 use nibble_core::{Backend, BlockScaled, DType, Operand, Result};

@@ -1,6 +1,5 @@
 //! Layer metrics of a step. They are large for a large model, so about a hundred steps of a run have them.
 
-use super::lost::without_number;
 use crate::record::{ChangeKind, CountSite, Measured, Report, SiteCounts, planes_of};
 use serde::{Deserialize, Serialize};
 
@@ -43,6 +42,13 @@ pub struct SiteMetrics {
     /// Absent if the step did not measure quantization, or if all values are zero.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub measured: Option<[u64; 4]>,
+}
+
+/// The name of a layer with `*` for the number of its decoder layer, and the number.
+pub(super) fn without_number(layer: &str) -> (String, Option<usize>) {
+    let number = layer.split('.').find_map(|part| part.parse().ok());
+    let part = |part: &str| if part.parse::<usize>().is_ok() { "*".to_owned() } else { part.to_owned() };
+    (layer.split('.').map(part).collect::<Vec<_>>().join("."), number)
 }
 
 impl SiteMetrics {

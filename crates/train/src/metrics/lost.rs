@@ -1,6 +1,7 @@
 //! Sites where quantization loses most of a tensor: values that become zero, or that are cut off at the largest code.
 
 use super::LayerMetrics;
+use super::layers::without_number;
 use std::fmt;
 
 /// How values are lost.
@@ -141,13 +142,6 @@ impl fmt::Display for Lost {
              a format, a scale rule or an outer scale with more range"
         )
     }
-}
-
-/// The name of a layer with `*` for the number of its decoder layer, and the number.
-pub(super) fn without_number(layer: &str) -> (String, Option<usize>) {
-    let number = layer.split('.').find_map(|part| part.parse().ok());
-    let part = |part: &str| if part.parse::<usize>().is_ok() { "*".to_owned() } else { part.to_owned() };
-    (layer.split('.').map(part).collect::<Vec<_>>().join("."), number)
 }
 
 #[cfg(test)]
