@@ -32,6 +32,7 @@ pub(crate) const DRIVER: &[Call] = &[
     ("result::stream::begin_capture", "cuStreamBeginCapture_v2"),
     ("result::stream::create", "cuStreamCreate"),
     ("result::stream::destroy", "cuStreamDestroy_v2"),
+    ("result::stream::is_capturing", "cuStreamIsCapturing"),
     ("result::stream::synchronize", "cuStreamSynchronize"),
     ("result::stream::wait_event", "cuStreamWaitEvent"),
     ("result::graph::instantiate", "cuGraphInstantiateWithFlags"),
