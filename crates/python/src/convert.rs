@@ -2,7 +2,7 @@
 
 use crate::dlpack::{self, Foreign};
 use crate::element::Element;
-use crate::errors::raised;
+use crate::errors::or_raised;
 use crate::home::Home;
 use crate::on;
 use crate::place::{Tensors, exported, matrix, plain};
@@ -119,7 +119,7 @@ pub fn quantize(
                 ..Quantize::new(&x, codec, planes(axis))
             })
         });
-        let (x, counts) = made.map_err(raised)?;
+        let (x, counts) = or_raised(made)?;
         parts(py, &b, x, counts)
     })
 }
@@ -239,7 +239,7 @@ pub fn dequantize(
             // Column blocks are padded to whole blocks of rows.
             if plain.rows == sizes.rows { Ok(plain) } else { first_rows(&b, &plain, sizes.rows) }
         });
-        exported(py, &b, made.map_err(raised)?, &sizes.shape())
+        exported(py, &b, or_raised(made)?, &sizes.shape())
     })
 }
 
@@ -305,7 +305,7 @@ pub fn transcode(
             let x = given.borrowed(&b)?;
             Transcode { x: &x, to, axis, rule: to_rule, groups: None }.run(&b)
         });
-        let made = made.map_err(raised)?;
+        let made = or_raised(made)?;
         parts(py, &b, made.out, made.counts)
     })
 }

@@ -1,12 +1,12 @@
 //! Nibble's errors as Python's exceptions, with Nibble's text.
 
 use nibble_core::Error;
-use pyo3::PyErr;
 use pyo3::exceptions::{PyMemoryError, PyNotImplementedError, PyRuntimeError, PyValueError};
+use pyo3::{PyErr, PyResult};
 
 /// The exception for an error: `ValueError` for an argument, `NotImplementedError` for a combination without a kernel, `MemoryError`, and
 /// `RuntimeError` for what the device reports.
-pub fn raised(error: Error) -> PyErr {
+fn raised(error: Error) -> PyErr {
     let text = error.to_string();
     match error {
         Error::Shape { .. } | Error::Capacity { .. } => PyValueError::new_err(text),
@@ -14,4 +14,13 @@ pub fn raised(error: Error) -> PyErr {
         Error::OutOfMemory { .. } => PyMemoryError::new_err(text),
         _ => PyRuntimeError::new_err(text),
     }
+}
+
+/// The result, with Nibble's error as an exception.
+///
+/// # Errors
+/// `ValueError` for an argument, `NotImplementedError` for a combination without a kernel, `MemoryError`, and `RuntimeError` for what the
+/// device reports.
+pub fn or_raised<T>(done: nibble_core::Result<T>) -> PyResult<T> {
+    done.map_err(raised)
 }

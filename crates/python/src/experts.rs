@@ -2,11 +2,11 @@
 
 use crate::dlpack::{self, Foreign};
 use crate::element::Element;
+use crate::errors::or_raised;
 use crate::home::Home;
 use crate::layer::{Call, FLOATS, Operands, cast, clock, dims, gradient};
 use crate::on;
 use crate::place::{Tensors, exported, matrix, plain};
-use crate::recipes::or_raised;
 use crate::saved::{self, Shape};
 use nibble_core::ops::Routing;
 use nibble_core::recipe::LayerKind;

@@ -2,8 +2,9 @@
 
 use crate::dlpack::Foreign;
 use crate::element::Element;
+use crate::errors::or_raised;
 use crate::home::Home;
-use crate::recipes::{self, or_raised};
+use crate::recipes;
 use crate::saved::Shape;
 use nibble_core::ops::Cast;
 use nibble_core::recipe::{Layer as Name, LayerKind};

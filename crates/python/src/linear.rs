@@ -2,10 +2,10 @@
 
 use crate::dlpack::Foreign;
 use crate::element::Element;
+use crate::errors::or_raised;
 use crate::layer::{Call, FLOATS, Operands, cast, clock, dims, gradient};
 use crate::on;
 use crate::place::{Tensors, exported, matrix, plain};
-use crate::recipes::or_raised;
 use crate::saved::{self, Shape};
 use nibble_core::recipe::{LayerKind, Passes};
 use nibble_core::{Backend, DType, DeviceKind, Kernels, Operand, Result, Tensor};

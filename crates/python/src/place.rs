@@ -2,12 +2,12 @@
 
 use crate::dlpack::{self, Foreign};
 use crate::element::Element;
-use crate::errors::raised;
+use crate::errors::or_raised;
 use crate::home::{DeviceId, Home};
 use nibble_core::{DType, Data, Lent, Result, Tensor};
 use nibble_cpu::Cpu;
 use nibble_cuda::{Allocator, Cuda, Device, Given, Jit};
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -60,7 +60,7 @@ pub fn of(py: Python<'_>, device: DeviceId) -> PyResult<Place> {
     match device.kind {
         DeviceId::CPU => {
             if opened.cpu.is_none() {
-                opened.cpu = Some(Cpu::new(threads()?).map_err(raised)?);
+                opened.cpu = Some(or_raised(Cpu::new(threads()?))?);
             }
             opened.cpu.clone().map(Place::Cpu).ok_or_else(|| PyValueError::new_err("no CPU backend"))
         }
@@ -78,7 +78,7 @@ pub fn of(py: Python<'_>, device: DeviceId) -> PyResult<Place> {
                     Device::on_stream(usize::try_from(device.number).unwrap_or(usize::MAX), given, jit)
                 }),
             };
-            let cuda = Cuda::on(made.map_err(raised)?);
+            let cuda = Cuda::on(or_raised(made)?);
             opened.cuda.insert((device.number, stream), cuda.clone());
             Ok(Place::Cuda(cuda))
         }
@@ -127,16 +127,11 @@ impl Tensors {
         let element = Element::of(x.dtype()).filter(|element| expected.contains(element));
         element.ok_or_else(|| {
             let names: Vec<_> = expected.iter().map(|element| element.name()).collect();
-            let DataTypeName(got) = DataTypeName::of(x);
-            pyo3::exceptions::PyTypeError::new_err(format!(
-                "`{argument}` is {got}, expected {}",
-                names.join(" or ")
-            ))
+            let got = type_of(x);
+            PyTypeError::new_err(format!("`{argument}` is {got}, expected {}", names.join(" or ")))
         })
     }
-}
 
-impl Tensors {
     /// The tensor of a step's number, if there is one.
     ///
     /// # Errors
@@ -152,17 +147,11 @@ impl Tensors {
     }
 }
 
-/// An element type in words.
-struct DataTypeName(String);
-
-impl DataTypeName {
-    fn of(x: &Foreign) -> Self {
-        let dtype = x.dtype();
-        Self(Element::of(dtype).map_or_else(
-            || format!("of {} bits (DLPack's type {})", dtype.bits, dtype.code),
-            |element| element.name().to_owned(),
-        ))
-    }
+/// A tensor's element type in words.
+fn type_of(x: &Foreign) -> String {
+    let dtype = x.dtype();
+    let other = || format!("of {} bits (DLPack's type {})", dtype.bits, dtype.code);
+    Element::of(dtype).map_or_else(other, |element| element.name().to_owned())
 }
 
 /// A plain tensor of borrowed memory, as a matrix `[rows, cols]`.

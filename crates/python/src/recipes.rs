@@ -1,7 +1,6 @@
 //! Recipes by name or path, compiled once for each type of activations.
 
 use crate::element::Element;
-use crate::errors::raised;
 use crate::place::plain;
 use nibble_core::Recipe;
 use nibble_core::recipe::{Layer, LayerKind, Passes};
@@ -46,12 +45,6 @@ fn read(recipe: &str) -> PyResult<Recipe> {
 #[pyfunction]
 pub fn recipe_names() -> Vec<&'static str> {
     Recipe::all_names().collect()
-}
-
-/// The description of a recipe.
-#[pyfunction]
-pub fn recipe_text(recipe: &str) -> PyResult<String> {
-    Ok(read(recipe)?.description)
 }
 
 /// What a recipe does in a layer: pairs of a part (`fprop`, `dgrad`, `wgrad`, `saved x`, …) and its formats. `kind` is `linear` or
@@ -110,9 +103,4 @@ fn kind_named(kind: &str) -> PyResult<LayerKind> {
         "expert" => Ok(LayerKind::Expert),
         other => Err(PyValueError::new_err(format!("`kind` is `{other}`, expected linear or expert"))),
     }
-}
-
-/// Nibble's error as an exception.
-pub fn or_raised<T>(done: nibble_core::Result<T>) -> PyResult<T> {
-    done.map_err(raised)
 }

@@ -6,9 +6,9 @@
 
 use crate::dlpack::{self, Foreign};
 use crate::element::Element;
+use crate::errors::or_raised;
 use crate::home::Home;
 use crate::place::{Tensors, exported, matrix};
-use crate::recipes::or_raised;
 use nibble_core::ops::Taken;
 use nibble_core::{Backend, BlockScaled, DType, Operand, Result};
 use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};

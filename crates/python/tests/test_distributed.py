@@ -1,8 +1,5 @@
 """FSDP2 around converted layers, on two processes of this host."""
 
-import os
-import socket
-
 import nibble.torch as nt
 import torch
 import torch.distributed as dist
@@ -60,9 +57,8 @@ def shard(made):
     return made
 
 
-def process(rank, port, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def process(rank, meeting, results):
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     try:
         mine = slice(128 * rank, 128 * (rank + 1))
         for recipe in RECIPES:
@@ -73,13 +69,10 @@ def process(rank, port, results):
         dist.destroy_process_group()
 
 
-def test_fsdp_gives_the_losses_of_one_process():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_fsdp_gives_the_losses_of_one_process(tmp_path):
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(process, (port, results), nprocs=2)
+        mp.spawn(process, (tmp_path / "meeting", results), nprocs=2)
         for recipe in RECIPES:
             assert results[(recipe, 0)] == results[(recipe, 1)]
             alone = losses(model(recipe), slice(0, 256))

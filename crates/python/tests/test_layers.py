@@ -165,6 +165,11 @@ def test_random_bits_go_on_after_a_restart():
     assert equal(second, results(again, x))
 
 
+def test_a_step_beyond_32_bits_has_bits_too():
+    bits = nt.RandomBits(step=2**31 + 5)
+    assert bits.time(torch.device("cpu")).tolist() == [5] and bits.step == 2**31 + 5
+
+
 def test_state_dict_and_parameters_stay_as_they_were():
     model = mlp()
     names, parameters = list(model.state_dict()), list(model.parameters())

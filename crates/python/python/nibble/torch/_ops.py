@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from nibble import _nibble
@@ -31,138 +32,68 @@ _LIBRARY.define(
 )
 
 
-def _detached(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach()
+def _detached(x: Any) -> Any:
+    """Arguments as the native part takes them: without autograd's history."""
+    if isinstance(x, Tensor):
+        return x.detach()
+    return [_detached(each) for each in x] if isinstance(x, (list, tuple)) else x
 
 
-def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, time: Tensor | None, recipe: str, name: str, seed: int
-) -> list[Tensor]:
-    y, saved = _nibble.linear_forward(
-        x.detach(), weight.detach(), _detached(bias), time, recipe, name, seed
-    )
-    return [y, *saved]
+def _forward(native: Callable[..., tuple[Tensor, list[Tensor]]]) -> Callable[..., list[Tensor]]:
+    """A forward pass as an operator: its output, then what it saves."""
+
+    def run(*arguments: Any) -> list[Tensor]:
+        y, saved = native(*map(_detached, arguments))
+        return [y, *saved]
+
+    return run
 
 
-def _linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, time: Tensor | None, recipe: str, name: str, seed: int
-) -> list[Tensor]:
-    sizes = (x.shape[0], weight.shape[0], x.shape[1])
-    saved = _nibble.linear_saved(recipe, name, sizes, _NAMES[x.dtype], x.device.type == "cuda")
-    y = x.new_empty((x.shape[0], weight.shape[0]))
-    return [y, *(x.new_empty(shape, dtype=_DTYPES[dtype]) for _, dtype, shape in saved)]
+def _backward(native: Callable[..., Sequence[Tensor | None]]) -> Callable[..., list[Tensor]]:
+    """A backward pass as an operator: the gradients that there are."""
+
+    def run(*arguments: Any) -> list[Tensor]:
+        return [gradient for gradient in native(*map(_detached, arguments)) if gradient is not None]
+
+    return run
 
 
-def _linear_backward(
-    saved: Sequence[Tensor],
-    weight: Tensor,
-    bias: Tensor | None,
-    dy: Tensor,
-    time: Tensor | None,
-    recipe: str,
-    name: str,
-    seed: int,
-) -> list[Tensor]:
-    gradients = _nibble.linear_backward(
-        [x.detach() for x in saved], weight.detach(), _detached(bias), dy.detach(), time, recipe, name, seed
-    )
-    return [gradient for gradient in gradients if gradient is not None]
+def _with_saved(y: Tensor, saved: Sequence[tuple[str, str, Sequence[int]]]) -> list[Tensor]:
+    """What a forward pass returns, without values."""
+    return [y, *(y.new_empty(shape, dtype=_DTYPES[dtype]) for _, dtype, shape in saved)]
 
 
-def _linear_backward_fake(
-    saved: Sequence[Tensor],
-    weight: Tensor,
-    bias: Tensor | None,
-    dy: Tensor,
-    time: Tensor | None,
-    recipe: str,
-    name: str,
-    seed: int,
-) -> list[Tensor]:
-    dx = dy.new_empty((dy.shape[0], weight.shape[1]))
-    gradients = [dx, torch.empty_like(weight)]
+def _linear_fake(x: Tensor, weight: Tensor, bias: Any, time: Any, recipe: str, name: str, seed: int) -> list[Tensor]:
+    (rows, k), n = x.shape, weight.shape[0]
+    saved = _nibble.linear_saved(recipe, name, (rows, n, k), _NAMES[x.dtype], x.device.type == "cuda")
+    return _with_saved(x.new_empty((rows, n)), saved)
+
+
+def _linear_backward_fake(saved: Any, weight: Tensor, bias: Tensor | None, dy: Tensor, *_: Any) -> list[Tensor]:
+    gradients = [dy.new_empty((dy.shape[0], weight.shape[1])), torch.empty_like(weight)]
     return gradients if bias is None else [*gradients, bias.new_empty(bias.shape, dtype=torch.float32)]
 
 
-def _experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    expert: Tensor,
-    gate: Tensor,
-    time: Tensor | None,
-    recipe: str,
-    name: str,
-    seed: int,
-) -> list[Tensor]:
-    y, saved = _nibble.experts_forward(
-        x.detach(), gate_up.detach(), down.detach(), expert, gate.detach(), time, recipe, name, seed
-    )
-    return [y, *saved]
-
-
 def _experts_fake(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    expert: Tensor,
-    gate: Tensor,
-    time: Tensor | None,
-    recipe: str,
-    name: str,
-    seed: int,
+    x: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor, gate: Any, time: Any, recipe: str, name: str, seed: int
 ) -> list[Tensor]:
-    sizes = (x.shape[0], x.shape[1], down.shape[2], down.shape[0], expert.shape[1])
+    num_experts, d_model, ffn = down.shape
+    sizes = (x.shape[0], d_model, ffn, num_experts, expert.shape[1])
     saved = _nibble.experts_saved(recipe, name, sizes, _NAMES[x.dtype], x.device.type == "cuda")
-    return [torch.empty_like(x), *(x.new_empty(shape, dtype=_DTYPES[dtype]) for _, dtype, shape in saved)]
-
-
-def _experts_backward(
-    saved: Sequence[Tensor],
-    gate_up: Tensor,
-    down: Tensor,
-    expert: Tensor,
-    gate: Tensor,
-    dy: Tensor,
-    time: Tensor | None,
-    recipe: str,
-    name: str,
-    seed: int,
-) -> list[Tensor]:
-    return _nibble.experts_backward(
-        [x.detach() for x in saved],
-        gate_up.detach(),
-        down.detach(),
-        expert,
-        gate.detach(),
-        dy.detach(),
-        time,
-        recipe,
-        name,
-        seed,
-    )
+    return _with_saved(torch.empty_like(x), saved)
 
 
 def _experts_backward_fake(
-    saved: Sequence[Tensor],
-    gate_up: Tensor,
-    down: Tensor,
-    expert: Tensor,
-    gate: Tensor,
-    dy: Tensor,
-    time: Tensor | None,
-    recipe: str,
-    name: str,
-    seed: int,
+    saved: Any, gate_up: Tensor, down: Tensor, expert: Any, gate: Tensor, dy: Tensor, *_: Any
 ) -> list[Tensor]:
     return [torch.empty_like(x) for x in (dy, gate_up, down, gate)]
 
 
 for _name, _run, _fake in (
-    ("linear", _linear, _linear_fake),
-    ("linear_backward", _linear_backward, _linear_backward_fake),
-    ("experts", _experts, _experts_fake),
-    ("experts_backward", _experts_backward, _experts_backward_fake),
+    ("linear", _forward(_nibble.linear_forward), _linear_fake),
+    ("linear_backward", _backward(_nibble.linear_backward), _linear_backward_fake),
+    ("experts", _forward(_nibble.experts_forward), _experts_fake),
+    ("experts_backward", _backward(_nibble.experts_backward), _experts_backward_fake),
 ):
     for _device in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _run, _device)

@@ -36,10 +36,10 @@ class RandomBits:
         self.set(self._step + 1)
 
     def time(self, device: torch.device) -> Tensor:
-        """The number of the step as an int32 tensor of one value on a device."""
+        """The number of the step, modulo 2**31, as an int32 tensor of one value on a device."""
         time = self._times.get(device)
         if time is None:
-            time = torch.full((1,), self._step, dtype=torch.int32, device=device)
+            time = torch.full((1,), self._step % 2**31, dtype=torch.int32, device=device)
             self._times[device] = time
         return time
 
