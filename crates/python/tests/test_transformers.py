@@ -1,6 +1,7 @@
 """Models of `transformers`: one line converts them, and their own machinery goes on."""
 
 import copy
+import warnings
 
 import nibble.torch as nt
 import pytest
@@ -67,6 +68,14 @@ def test_experts_alone_by_transformers_own_switch():
     assert torch.equal(model(ids).logits, converted(ids).logits)
 
 
+def test_experts_that_the_filter_leaves_out_are_no_warning():
+    model = qwen3_moe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nt.convert(model, "mxfp4-hopper", filter=["*_proj"])
+    assert "experts" not in nt.explain(model)
+
+
 def test_bf16_experts_are_those_of_transformers_within_rounding():
     plain, model = qwen3_moe(), qwen3_moe()
     nt.convert(model, "bf16")
@@ -91,6 +100,15 @@ def test_what_nibble_cannot_compute_is_refused_by_name():
     model = transformers.GptOssForCausalLM(config)
     with pytest.warns(UserWarning, match="GptOssExperts has biases"):
         nt.convert(model, "mxfp4-hopper")
+
+
+def test_a_refused_conversion_changes_nothing():
+    model = qwen3_moe()
+    with pytest.raises(ValueError, match="share one implementation"):
+        nt.convert(model, "mxfp4-hopper", filter=["*.0.mlp.experts", "*_proj"])
+    with pytest.raises(ValueError, match='no recipe "nope"'):
+        nt.convert(model, "nope", filter=["*.experts"])
+    assert not any(isinstance(module, nt.Linear) or hasattr(module, "nibble") for module in model.modules())
 
 
 # The Trainer does not resume a model with experts, converted or not: it saves a file for each expert's weights, and looks for stacks.

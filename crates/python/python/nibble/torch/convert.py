@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from nibble import _nibble
 from nibble.torch.experts import Experts
-from nibble.torch.linear import Linear
+from nibble.torch.linear import Linear, needs
 from nibble.torch.random import RandomBits
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -73,14 +73,14 @@ def convert(
     itself = converted(model, "")
     if itself is not None:
         return itself  # type: ignore[return-value]
-    count = 0
+    # First the experts, whose mistakes are found before anything has changed.
+    count = _convert_experts(model, recipe, random_bits, wanted, skipped)
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in list(parent.named_children()):
             made = converted(child, f"{parent_name}.{child_name}" if parent_name else child_name)
             if made is not None:
                 setattr(parent, child_name, made)
                 count += 1
-    count += _convert_experts(model, recipe, random_bits, wanted, skipped)
     if skipped:
         warnings.warn("these layers stay as they were:\n  " + "\n  ".join(skipped), stacklevel=2)
     if count == 0:
@@ -108,22 +108,29 @@ def _convert_experts(
         return 0
     from nibble.torch import transformers
 
-    count, others = 0, 0
+    found: dict[str, torch.nn.Module] = {}
+    unwanted: list[str] = []
+    impossible: list[str] = []
     for name, module in model.named_modules():
         if not transformers.is_experts(module):
             continue
-        reason = transformers.why_not(module) if wanted(module, name) else "the filter leaves it out"
-        if reason is None:
-            module.nibble = transformers.OfLayer(recipe, name, random_bits)
-            count += 1
+        reason = transformers.why_not(module)
+        if not wanted(module, name):
+            unwanted.append(f"{name}: the filter leaves it out")
+        elif reason is not None:
+            impossible.append(f"{name}: {reason}")
         else:
-            others += 1
-            skipped.append(f"{name}: {reason}")
-    if count and others:
-        raise ValueError("the experts of a model share one implementation, and not all can be nibble's: " + "; ".join(skipped))
-    if count:
+            needs(recipe, "expert", name)
+            found[name] = module
+    if found and (unwanted or impossible):
+        others = "; ".join(unwanted + impossible)
+        raise ValueError(f"the experts of a model share one implementation, and not all can be nibble's: {others}")
+    skipped.extend(impossible)
+    for name, module in found.items():
+        module.nibble = transformers.OfLayer(recipe, name, random_bits)
+    if found:
         model.set_experts_implementation(transformers.NAME)
-    return count
+    return len(found)
 
 
 def _is_recomputed() -> bool:
