@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Times PyTorch's products, and DeepGEMM's where it is installed, in the shapes of `nibble bench gemm`, and PyTorch's BF16
-expert layer in those of `nibble bench experts`, by the same rules.
+"""Times PyTorch's products, and DeepGEMM's where it is installed, in the shapes of `nibble bench gemm`; and in those of
+`nibble bench experts` the expert layers of PyTorch in BF16, of torchao in FP8 and of the package nibble.torch, where these are
+installed. By the same rules.
 
-    python3 products.py [--only NAME] [--quick] [--json FILE] [--no-compile] [--no-layers]
+    python3 products.py [--only NAME] [--quick] [--json FILE] [--no-compile] [--no-products] [--no-layers]
 
 Burst: single calls between CUDA events after a rest, before each a read of 512 MiB that flushes the L2 and hides the launch;
 median of 25. Sustained: half a second of warm-up, then the median of three windows of 0.35 s, back to back; --quick leaves
@@ -274,24 +275,25 @@ def gradient_rowwise(dy, x, lengths):
 GRADIENT_CALLS = [("torch._grouped_mm BF16", gradient_bf16), ("torch FP8, a scale a column", gradient_rowwise)]
 
 
-# The expert layer in BF16.
+# The expert layer.
 
 
 class Experts(torch.nn.Module):
-    """Gate, up and down projections of each expert on sorted rows."""
+    """Gate, up and down projections of each expert on sorted rows. `product` multiplies x [rows, K] by w [groups, K, N] to the ends of groups."""
 
-    def __init__(self, experts, hidden, inner):
+    def __init__(self, experts, hidden, inner, product=None):
         super().__init__()
         weight = lambda *shape: torch.nn.Parameter(
             torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / shape[-1] ** 0.5
         )
         self.gate_up, self.down = weight(experts, 2 * inner, hidden), weight(experts, hidden, inner)
+        self.product = product or (lambda x, w, ends: torch._grouped_mm(x, w, offs=ends))
 
     def forward(self, x, ends):
-        h = torch._grouped_mm(x, self.gate_up.transpose(1, 2), offs=ends)
+        h = self.product(x, self.gate_up.transpose(1, 2), ends)
         gate, up = h.chunk(2, -1)
         a = torch.nn.functional.silu(gate) * up
-        return torch._grouped_mm(a, self.down.transpose(1, 2), offs=ends)
+        return self.product(a, self.down.transpose(1, 2), ends)
 
 
 class Routed(torch.nn.Module):
@@ -302,9 +304,12 @@ class Routed(torch.nn.Module):
         self.router = torch.nn.Linear(hidden, experts, bias=False, device="cuda", dtype=torch.bfloat16)
         self.experts, self.top_k, self.count = Experts(experts, hidden, inner), top_k, experts
 
-    def forward(self, x):
+    def choose(self, x):
         logits, expert = self.router(x).float().topk(self.top_k, -1)
-        weight, expert = logits.softmax(-1).flatten(), expert.flatten()
+        return logits.softmax(-1), expert
+
+    def forward(self, x):
+        weight, expert = (t.flatten() for t in self.choose(x))
         order = expert.argsort(stable=True)
         ends = torch.bincount(expert, minlength=self.count).cumsum(0).to(torch.int32)
         y = self.experts(x[order // self.top_k], ends)
@@ -312,17 +317,47 @@ class Routed(torch.nn.Module):
         return slots.unflatten(0, (-1, self.top_k)).sum(1)
 
 
-def layer_calls(layer, with_compile):
-    """Forward and backward, eagerly and compiled, and the bytes that a forward pass keeps."""
+class OfPackage(torch.nn.Module):
+    """The same layer by nibble.torch, with the parameters of one of the above. Sorted rows are tokens of one expert each."""
+
+    def __init__(self, of, recipe, lengths=()):
+        super().__init__()
+        self.of, self.recipe = of, recipe
+        self.weights = of.experts if isinstance(of, Routed) else of
+        if lengths:
+            self.expert = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int().cuda()[:, None]
+            self.gate = torch.ones(self.expert.shape, device="cuda")
+
+    def forward(self, x, *_):
+        import nibble.torch
+
+        gate, expert = self.of.choose(x) if isinstance(self.of, Routed) else (self.gate, self.expert)
+        return nibble.torch.experts(x, self.weights.gate_up, self.weights.down, expert, gate, recipe=self.recipe)
+
+
+PACKAGE_RECIPES = ("bf16", "fp8-flow", "mxfp4-hopper")
+
+
+def layer_calls(layer, with_compile, missing):
+    """Name, forward and backward pass, its forward pass alone, and the bytes that a forward pass keeps; by PyTorch, torchao and the package."""
     _, experts, rows, hidden, inner, top_k = layer
     x, dy = normal(rows, hidden).requires_grad_(), normal(rows, hidden)
+    lengths = () if top_k else uneven(experts, rows)
     if top_k:
         module, arguments = Routed(experts, hidden, inner, top_k), (x,)
     else:
-        module, arguments = Experts(experts, hidden, inner), (x, ends_of(uneven(experts, rows)))
+        module, arguments = Experts(experts, hidden, inner), (x, ends_of(lengths))
     runs = [("torch BF16, eager", module)]
     if with_compile:
         runs.append(("torch BF16, compiled", torch.compile(module)))
+    if "torchao" not in missing and not top_k:
+        from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm as fp8
+
+        other = Experts(experts, hidden, inner, lambda x, w, ends: fp8(x, w, offs=ends, pad_token_groups_for_grouped_mm=False))
+        other.gate_up, other.down = module.gate_up, module.down
+        runs.append(("torchao FP8, a scale a row", torch.compile(other) if with_compile else other))
+    if "nibble.torch" not in missing:
+        runs += [(f"nibble.torch {recipe}", OfPackage(module, recipe, lengths)) for recipe in PACKAGE_RECIPES]
     for name, run in runs:
 
         def call(run=run):
@@ -338,6 +373,19 @@ def layer_calls(layer, with_compile):
             return after - before
 
         yield name, call, kept
+
+
+def host_us(call):
+    """Median microseconds in which the host issues a call, while the GPU is kept busy."""
+    times = []
+    for _ in range(CALLS):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)
+        start = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - start))
+    torch.cuda.synchronize()
+    return statistics.median(times)
 
 
 # Checks, and the tables.
@@ -424,19 +472,22 @@ def grouped(report, missing):
             del x, other, want
 
 
-def layers(report, with_compile):
+def layers(report, with_compile, missing):
     for layer in LAYERS:
         name, _, rows, hidden, inner, top_k = layer
         what = f"layer  {name}, H {hidden}, I {inner}"
         if not report.wants(what):
             continue
         flop = 18.0 * rows * max(top_k, 1) * hidden * inner
-        for by, call, kept in layer_calls(layer, with_compile):
+        for by, call, kept in layer_calls(layer, with_compile, missing):
             report.one(what, by, flop, lambda: call)
             figure = report.figures[-1]
             if "not_timed" not in figure:
-                figure["kept_bytes"] = kept()
-                print(f"{'':<44} {'':<30} keeps {figure['kept_bytes'] / 2**20:.0f} MiB, its output included", flush=True)
+                figure["kept_bytes"], figure["host_us"] = kept(), host_us(call)
+                print(
+                    f"{'':<44} {'':<30} keeps {figure['kept_bytes'] / 2**20:.0f} MiB, its output included; host {figure['host_us']:.0f} us",
+                    flush=True,
+                )
         torch._dynamo.reset()
         torch.cuda.empty_cache()
 
@@ -447,6 +498,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="bursts alone")
     parser.add_argument("--json", help="also writes the figures here")
     parser.add_argument("--no-compile", action="store_true", help="layers eagerly alone")
+    parser.add_argument("--no-products", action="store_true", help="layers alone")
     parser.add_argument("--no-layers", action="store_true", help="products alone")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -456,17 +508,18 @@ def main():
     gpu = torch.cuda.get_device_name()
     print(f"{gpu}; PyTorch {torch.__version__}")
     missing = []
-    for name, package in [("DeepGEMM", "deep_gemm")]:
+    for name, package in [("DeepGEMM", "deep_gemm"), ("torchao", "torchao"), ("nibble.torch", "nibble.torch")]:
         try:
             importlib.import_module(package)
         except ImportError as error:
             missing.append(name)
             print(f"{name} is skipped: {error}")
     report = Report(Bench(arguments.quick), arguments.only)
-    dense(report)
-    grouped(report, missing)
+    if not arguments.no_products:
+        dense(report)
+        grouped(report, missing)
     if not arguments.no_layers:
-        layers(report, not arguments.no_compile)
+        layers(report, not arguments.no_compile, missing)
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump({"gpu": gpu, "pytorch": torch.__version__, "figures": report.figures}, file, indent=1)

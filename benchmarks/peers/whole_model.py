@@ -22,6 +22,7 @@ if __name__ == "__main__":
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(__import__("tempfile").gettempdir(), "inductor"))
 
 PEAK_BF16 = 989e12
+NIBBLE = None  # the module nibble.torch, with --package
 
 
 @dataclass(frozen=True)
@@ -379,9 +380,9 @@ def balance_loss(probs, counts, k):
 
 # ----------------------------------------------------------------------------- model
 class Block(nn.Module):
-    def __init__(self, c, mk, fp8=False, expand_kv=False, layer=0):
+    def __init__(self, c, mk, fp8=False, expand_kv=False, layer=0, package=None):
         super().__init__()
-        self.c, self.fp8, self.expand_kv = c, fp8, expand_kv
+        self.c, self.fp8, self.expand_kv, self.package = c, fp8, expand_kv, package
         D, std = c.d, 0.02
         out = std / math.sqrt(2 * c.layers)
         self.n1, self.n2 = mk(D), mk(D)
@@ -450,6 +451,11 @@ class Block(nn.Module):
         c, pad = self.c, FP8_PAD if self.fp8 else 0
         k, padded = c.topk, bool(pad)
         probs, idx, w = router(x, self.router, c)
+        if self.package:
+            # without a host sync, which bincount would be
+            counts = (idx.reshape(-1, 1) == torch.arange(c.experts, device=idx.device)).sum(0)
+            y = NIBBLE.experts(x, self.w13, self.w2, idx, w, recipe=self.package, name="experts")
+            return y, balance_loss(probs, counts, k)
         rows, pos, offs, counts = route_sort(idx, c.experts, pad)
         xs = Dispatch.apply(x, rows, pos, k, padded)
         wr = PermuteW.apply(w.reshape(-1), rows, pos, padded)
@@ -470,11 +476,11 @@ class Block(nn.Module):
 
 class Trunk(nn.Module):
     """tokens [B,S] -> (final hidden [B*S,D], mean balance loss or None)"""
-    def __init__(self, c, mk, fp8=False, expand_kv=False, ckpt=False):
+    def __init__(self, c, mk, fp8=False, expand_kv=False, ckpt=False, package=None):
         super().__init__()
         self.c, self.ckpt = c, ckpt
         self.emb = mk(c.vocab, c.d, std=0.02)
-        self.blocks = nn.ModuleList(Block(c, mk, fp8, expand_kv, i) for i in range(c.layers))
+        self.blocks = nn.ModuleList(Block(c, mk, fp8, expand_kv, i, package) for i in range(c.layers))
         self.norm = mk(c.d)
         self.block_fn = Block.forward
         self.norm_fn = rms
@@ -493,7 +499,7 @@ class Trunk(nn.Module):
         return h, (torch.stack(auxs).mean() if auxs else None)
 
 
-def build(c, dev, dtype, fp8=False, expand_kv=False, ckpt=False, seed=0):
+def build(c, dev, dtype, fp8=False, expand_kv=False, ckpt=False, seed=0, package=None):
     """returns (trunk, head parameter, list of (low-precision parameter, F32 master, decay?))"""
     gen = torch.Generator(device=dev).manual_seed(seed)
     allp = []
@@ -504,7 +510,7 @@ def build(c, dev, dtype, fp8=False, expand_kv=False, ckpt=False, seed=0):
         allp.append((p, m, len(shape) > 1))
         return p
 
-    t = Trunk(c, mk, fp8, expand_kv, ckpt)
+    t = Trunk(c, mk, fp8, expand_kv, ckpt, package)
     head = t.emb if c.tied else mk(c.vocab, c.d, std=0.02)
     return t, head, allp
 
@@ -706,9 +712,9 @@ class Data:
 # ----------------------------------------------------------------------------- trainer
 class Trainer:
     def __init__(self, c, batch, dev, dtype, fp8=False, expand_kv=False, ckpt=False, opt="fused", lr=3e-4, accum=1,
-                 compile="block", mode=None, seed=0):
+                 compile="block", mode=None, seed=0, package=None):
         self.c, self.accum, self.dev = c, accum, dev
-        self.trunk, self.head, self.allp = build(c, dev, dtype, fp8, expand_kv, ckpt, seed)
+        self.trunk, self.head, self.allp = build(c, dev, dtype, fp8, expand_kv, ckpt, seed, package)
         self.opt = Opt(self.allp, self.head, opt, lr)
         self.cos, self.sin = rope_tables(c.seq, c.rope_dim or c.hd, c.theta, dev)
         self.inv_n = 1.0 / (batch * c.seq * accum)
@@ -896,8 +902,11 @@ def run_one(a):
     fl = c.flops_per_token() * tokens
     rec = {"config": c.name, "tokens_per_step": tokens, "seq": c.seq, "micro_batch": batch, "accum": a.accum,
            "params_m": round(total / 1e6, 1), "active_params_m": round(active / 1e6, 1), "precision": "fp8+bf16" if a.fp8 else "bf16",
-           "opt": a.opt, "compile": a.compile + (":" + a.mode if a.mode else ""), "cudagraph": a.cudagraph, "ckpt": a.ckpt,
+           "experts": f"nibble.torch {a.package}" if a.package else "torch", "opt": a.opt, "compile": a.compile + (":" + a.mode if a.mode else ""), "cudagraph": a.cudagraph, "ckpt": a.ckpt,
            "model_tflop_per_step": round(fl / 1e12, 3), "torch": torch.__version__, "device": torch.cuda.get_device_name() if cuda else "cpu"}
+    if a.package:
+        global NIBBLE
+        import nibble.torch as NIBBLE
     power = Power() if cuda else None
     tr = None
     try:
@@ -921,7 +930,7 @@ def run_one(a):
         else:
             name = "cpu"
         data = Data(c.vocab, batch, c.seq, dev, pool=16 * a.accum)
-        tr = Trainer(c, batch, dev, dtype, a.fp8, "expand" in name, a.ckpt, a.opt, a.lr, a.accum, a.compile, a.mode)
+        tr = Trainer(c, batch, dev, dtype, a.fp8, "expand" in name, a.ckpt, a.opt, a.lr, a.accum, a.compile, a.mode, package=a.package)
         rec["loss_floor"] = round(data.floor(), 3)
         rec["static_gib"] = None
         losses = []
@@ -1334,6 +1343,7 @@ def main():
     ap.add_argument("--accum", type=int, default=1, help="micro-batches per step")
     ap.add_argument("--chunk", type=int, help="tokens per head/loss chunk (default 8192)")
     ap.add_argument("--fp8", action="store_true", help="rowwise E4M3 for attention/dense linears and experts, all three passes")
+    ap.add_argument("--package", metavar="RECIPE", help="experts by nibble.torch under this recipe, as `nibble.torch.convert` leaves them")
     ap.add_argument("--opt", choices=["fused", "compiled", "loop"], default="fused")
     ap.add_argument("--compile", choices=["block", "model", "none"], default="block")
     ap.add_argument("--mode", help="torch.compile mode, e.g. max-autotune-no-cudagraphs")

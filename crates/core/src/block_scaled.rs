@@ -179,21 +179,33 @@ impl<B: Backend> BlockScaled<B> {
         self.format.scale_kind(self.rule)
     }
 
+    /// Copies the scales of all blocks to the host, line by line, whatever their layout on the device.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the size of the buffer does not fit the layout, and any error of the backend.
+    pub fn scales_by_line(&self, b: &B) -> Result<Vec<u8>> {
+        self.check_has_codes("scales")?;
+        let bytes = b.download(&self.scales)?;
+        if bytes.len() != self.scale_bytes() {
+            return Err(Error::shape("scales", "scales", bytes.len(), self.scale_bytes()));
+        }
+        if self.scale_layout == ScaleLayout::RowMajor {
+            return Ok(bytes);
+        }
+        let (each, (lines, blocks)) = (self.scale_kind().bytes(), self.shape_of_scales());
+        let at = |i| each * self.scale_layout.offset(i / blocks, i % blocks, lines, blocks, each);
+        Ok((0..lines * blocks).flat_map(|i| &bytes[at(i)..][..each]).copied().collect())
+    }
+
     /// Copies the scale records of all blocks to the host, and returns them row by row, whatever their layout on the device. A scale that
     /// is NaN is returned with the bits of [`ScaleKind::nan`].
     ///
     /// # Errors
-    /// [`Error::Shape`] if the size of the buffer does not fit the layout, and any error of the backend.
+    /// The errors of [`BlockScaled::scales_by_line`].
     pub fn records(&self, b: &B) -> Result<Vec<Scale>> {
-        self.check_has_codes("records")?;
         let (kind, (lines, blocks)) = (self.scale_kind(), self.shape_of_scales());
-        let bytes = b.download(&self.scales)?;
-        if bytes.len() != self.scale_bytes() {
-            return Err(Error::shape("records", "scales", bytes.len(), self.scale_bytes()));
-        }
-        let plane = ScalePlane { kind, bytes: &bytes };
-        let at = |i| self.scale_layout.offset(i / blocks, i % blocks, lines, blocks, kind.bytes());
-        let record = |i| plane.get(at(i));
+        let plane = ScalePlane { kind, bytes: &self.scales_by_line(b)? };
+        let record = |i| plane.get(i);
         Ok((0..lines * blocks).map(record).map(|s| if kind.is_nan(s) { kind.nan() } else { s }).collect())
     }
 

@@ -7,7 +7,8 @@ use crate::home::Home;
 use crate::on;
 use crate::place::{Tensors, exported, matrix, plain};
 use nibble_core::ops::{Counts, Dequantize, Planes, Quantize, Taken, Transcode};
-use nibble_core::{BlockScaled, DeviceKind, Result};
+use nibble_core::{BlockScaled, Result};
+use nibble_formats::layout::mn_major_stride;
 use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleLayout, ScaleRule, Stream, fnv1a32};
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};
 use pyo3::prelude::*;
@@ -141,23 +142,30 @@ fn quantized<B: Home>(b: &B, op: Quantize<'_, B>) -> Result<(BlockScaled<B>, Cou
     Ok((operand.block("quantize")?.clone(), counts))
 }
 
-/// A quantized tensor as tensors of PyTorch.
+/// A quantized tensor as tensors of PyTorch. Scales that lie block by block and not line by line have three dimensions: line, block, byte.
 fn parts<B: Home>(py: Python<'_>, b: &B, x: BlockScaled<B>, counts: Counts<B>) -> PyResult<Parts> {
     let by_line = |bytes: usize, lines: usize| match bytes.checked_div(lines) {
         Some(each) if each * lines == bytes => vec![lines, each],
         _ => vec![bytes],
     };
     let lines = if x.axis == BlockAxis::Col { x.cols } else { x.rows };
-    // In another layout than by rows, scales are bytes without a shape.
-    let scale_lines = if x.scale_layout == ScaleLayout::RowMajor { x.shape_of_scales().0 } else { 0 };
-    let (codes, scales) = (by_line(B::len(&x.codes), lines), by_line(B::len(&x.scales), scale_lines));
+    let codes = by_line(B::len(&x.codes), lines);
+    let (scale_lines, blocks) = x.shape_of_scales();
+    let each = x.scale_kind().bytes();
+    let (scales, strides) = match x.scale_layout {
+        ScaleLayout::MnMajor => {
+            let stride = mn_major_stride(scale_lines, each) * each;
+            (vec![scale_lines, blocks, each], Some(vec![each, stride, 1]))
+        }
+        _ => (by_line(B::len(&x.scales), scale_lines), None),
+    };
     let of_tensor = x.tensor_scale.map(|scales| {
         let len = B::len(&scales);
         dlpack::export::<B, f32>(py, (b, scales), Element::F32, &[len])
     });
     Ok((
         dlpack::export::<B, u8>(py, (b, x.codes), Element::U8, &codes)?,
-        dlpack::export::<B, u8>(py, (b, x.scales), Element::U8, &scales)?,
+        dlpack::export_strided::<B, u8>(py, (b, x.scales), Element::U8, (&scales, strides.as_deref()))?,
         of_tensor.transpose()?,
         x.rule.name(),
         dlpack::export::<B, u64>(py, (b, counts.0), Element::I64, &[3])?,
@@ -185,10 +193,6 @@ impl Given {
 
     fn borrowed<B: Home>(self, b: &B) -> Result<BlockScaled<B>> {
         let Self { codes, scales, of_tensor, format, rule, axis, sizes: Sizes { rows, cols, stack } } = self;
-        let scale_layout = match (axis, b.kind()) {
-            (BlockAxis::Col, DeviceKind::Gpu) => b.kind().column_scales(),
-            _ => ScaleLayout::RowMajor,
-        };
         Ok(BlockScaled {
             format,
             axis,
@@ -199,7 +203,7 @@ impl Given {
             codes: b.borrow(codes.lent())?,
             scales: b.borrow(scales.lent())?,
             tensor_scale: of_tensor.map(|x| b.borrow(x.lent())).transpose()?,
-            scale_layout,
+            scale_layout: ScaleLayout::RowMajor,
             shared_cols: 1,
             taken: Taken::AsIs,
         })

@@ -285,15 +285,32 @@ unsafe extern "C" fn delete_exported(managed: *mut Managed) {
 /// The error that PyTorch raised.
 pub fn export<B: Home, T: Plain>(
     py: Python<'_>,
-    (b, buf): (&B, B::Buf<T>),
+    of: (&B, B::Buf<T>),
     element: Element,
     shape: &[usize],
 ) -> PyResult<Py<PyAny>> {
+    export_strided::<B, T>(py, of, element, (shape, None))
+}
+
+/// [`export`] of elements that lie at these strides; `None` means one after the other. All of them lie in the buffer.
+///
+/// # Errors
+/// The error that PyTorch raised.
+pub fn export_strided<B: Home, T: Plain>(
+    py: Python<'_>,
+    (b, buf): (&B, B::Buf<T>),
+    element: Element,
+    (shape, strides): (&[usize], Option<&[usize]>),
+) -> PyResult<Py<PyAny>> {
     let shape: Vec<i64> = shape.iter().map(|len| *len as i64).collect();
-    let mut strides = vec![1; shape.len()];
-    for at in (1..shape.len()).rev() {
-        strides[at - 1] = strides[at] * shape[at].max(1);
-    }
+    let strides = strides.map(|strides| strides.iter().map(|stride| *stride as i64).collect());
+    let strides = strides.unwrap_or_else(|| {
+        let mut strides = vec![1; shape.len()];
+        for at in (1..shape.len()).rev() {
+            strides[at - 1] = strides[at] * shape[at].max(1);
+        }
+        strides
+    });
     let tensor = DlTensor {
         data: B::buffer_id(&buf) as *mut c_void,
         device: b.device_id(),

@@ -1,12 +1,14 @@
 """FSDP2 around converted layers, on two processes of this host."""
 
 import nibble.torch as nt
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+pytestmark = pytest.mark.cpu_only
 RECIPES = ("bf16", "mxfp4-hopper", "ablation-mxfp4-sr-rht-tf")
 STEPS = 3
 

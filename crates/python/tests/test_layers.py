@@ -167,7 +167,7 @@ def test_random_bits_go_on_after_a_restart():
 
 def test_a_step_beyond_32_bits_has_bits_too():
     bits = nt.RandomBits(step=2**31 + 5)
-    assert bits.time(torch.device("cpu")).tolist() == [5] and bits.step == 2**31 + 5
+    assert bits.time(torch.get_default_device()).tolist() == [5] and bits.step == 2**31 + 5
 
 
 def test_state_dict_and_parameters_stay_as_they_were():
@@ -192,9 +192,9 @@ def test_gradients_accumulate_and_frozen_weights_have_none():
     assert model[0].weight.grad is None and model[0].bias.grad is not None
 
 
-def test_autocast_decides_the_type_of_activations():
+def test_autocast_decides_the_type_of_activations(device):
     model = nt.convert(mlp(torch.float32), "mxfp4-hopper")
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         y = model(torch.randn(4, 256))
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()

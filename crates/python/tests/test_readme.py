@@ -8,6 +8,7 @@ from pathlib import Path
 import nibble
 import pytest
 
+pytestmark = pytest.mark.cpu_only
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 

@@ -202,7 +202,7 @@ fn store<B: Backend>(
     let mut tensor_scales: Vec<u8> = Vec::new();
     for q in all {
         codes.extend(b.download(&q.codes)?);
-        scales.extend(b.download(&q.scales)?);
+        scales.extend(q.scales_by_line(b)?);
         // All rows of a matrix have the same tensor scale.
         let of_rows = q.tensor_scale.as_ref().map(|scale| b.download(scale)).transpose()?;
         tensor_scales.extend(of_rows.iter().flat_map(|rows| rows.first()).flat_map(|s| s.to_le_bytes()));

@@ -46,7 +46,12 @@ impl Gpu {
                 || named("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking));
             let made = named("cuCtxSetCurrent", result::ctx::set_current(context)).and_then(|()| {
                 let first = given.as_ref().map_or_else(stream, |given| Ok(given.stream()))?;
-                Ok((first, stream()?, create_pool(info.ordinal)?))
+                // A device on a given stream may be opened while that stream's work is captured, and no pool can be created then.
+                let pool = match given {
+                    Some(_) => named("cuDeviceGetDefaultMemPool", result::device::get_default_mem_pool(device)),
+                    None => create_pool(info.ordinal),
+                };
+                Ok((first, stream()?, pool?))
             });
             let (stream, copies, pool) = made.inspect_err(|_| {
                 // The first error is the one that is reported.
@@ -162,9 +167,9 @@ impl Drop for Gpu {
             let _ = result::ctx::set_current(self.context);
             let _ = result::stream::synchronize(self.stream);
             let _ = result::stream::synchronize(self.copies);
-            let _ = result::mem_pool::destroy(self.pool);
             let _ = result::stream::destroy(self.copies);
             if self.given.is_none() {
+                let _ = result::mem_pool::destroy(self.pool);
                 let _ = result::stream::destroy(self.stream);
             }
             let _ = result::primary_ctx::release(self.device);

@@ -43,6 +43,7 @@ pub(crate) const DRIVER: &[Call] = &[
     ("result::module::get_function", "cuModuleGetFunction"),
     ("result::module::unload", "cuModuleUnload"),
     ("result::function::set_function_attribute", "cuFuncSetAttribute"),
+    ("result::device::get_default_mem_pool", "cuDeviceGetDefaultMemPool"),
     ("result::mem_pool::create", "cuMemPoolCreate"),
     ("result::mem_pool::destroy", "cuMemPoolDestroy"),
     ("result::mem_pool::set_attribute", "cuMemPoolSetAttribute"),

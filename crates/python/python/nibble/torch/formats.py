@@ -16,7 +16,7 @@ class Quantized:
 
     Attributes:
         codes: bytes; codes of less than 8 bits are packed from the lowest bit on. A line per row, or per column with ``axis="col"``.
-        scales: bytes of the scales of each block.
+        scales: bytes of the scales of each block, a line for each line of codes.
         tensor_scale: float32, one per row, in formats with a scale of the whole tensor.
         format: name of the format.
         axis: ``row``, ``col`` or ``tile``: what the blocks run along.
@@ -39,6 +39,11 @@ class Quantized:
         """Bytes of codes and scales."""
         parts = [self.codes, self.scales, self.tensor_scale]
         return sum(x.nbytes for x in parts if x is not None)
+
+    def to(self, device: torch.device | str) -> Quantized:
+        """The same on another device."""
+        parts = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **parts)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, as ``dequantize`` gives them."""
@@ -77,7 +82,12 @@ def quantize(
     codes, scales, tensor_scale, scale, counts = _nibble.quantize(
         x.detach().contiguous(), format, axis, scale, rounding, seed, step, name
     )
-    return Quantized(codes, scales, tensor_scale, format, axis, scale, x.shape, counts)
+    return Quantized(codes, _by_line(scales), tensor_scale, format, axis, scale, x.shape, counts)
+
+
+def _by_line(scales: Tensor) -> Tensor:
+    """Scales line by line. Kernels of GPUs write those of columns block by block."""
+    return scales.flatten(1).contiguous() if scales.dim() == 3 else scales
 
 
 def dequantize(x: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -102,5 +112,5 @@ def transcode(x: Quantized, format: str, *, axis: str = "row", scale: str | None
         x.codes, x.scales, x.tensor_scale, list(x.shape), x.format, format, axis, x.scale, scale
     )
     return replace(
-        x, codes=codes, scales=scales, tensor_scale=tensor_scale, format=format, axis=axis, scale=scale, counts=counts
+        x, codes=codes, scales=_by_line(scales), tensor_scale=tensor_scale, format=format, axis=axis, scale=scale, counts=counts
     )

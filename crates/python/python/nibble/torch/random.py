@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: The device counts steps modulo this number.
+_PERIOD = 2**31
+
 
 class RandomBits:
     """Seed and step, on which the random bits of a recipe depend besides a layer's name and an element's position.
@@ -14,33 +17,50 @@ class RandomBits:
     The same seed and step give the same bits: on a CPU and a GPU, when activations are recomputed, and after a restart. ``convert`` advances
     the step with every call of the converted model in training. Save ``state_dict()`` with a checkpoint, or call ``set(step)`` when a run
     is resumed.
+
+    On a device, the step is counted by the device. So each replay of a captured CUDA graph of a training step draws bits of its own.
     """
 
     def __init__(self, seed: int = 0, step: int = 0) -> None:
         self.seed = seed
         self._step = step
+        self._counts: dict[torch.device, Tensor] = {}
         self._times: dict[torch.device, Tensor] = {}
+        self._is_captured = False
 
     @property
     def step(self) -> int:
-        """The number of the step."""
+        """The number of the step. If steps were replayed by a CUDA graph, the call waits for the device."""
+        if self._is_captured:
+            counted = int(next(iter(self._counts.values())))
+            self._step += (counted - self._step) % _PERIOD
         return self._step
 
     def set(self, step: int) -> None:
         """Sets the number of the step."""
         self._step = step
+        for count in self._counts.values():
+            count.fill_(step % _PERIOD)
         self._times.clear()
 
     def advance(self) -> None:
         """Goes on to the next step. Tensors of ``time`` that a forward pass has taken keep its step."""
-        self.set(self._step + 1)
+        if not torch.compiler.is_compiling() and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            # The graph's replays count; the capture itself computes nothing.
+            self._is_captured = True
+        else:
+            self._step += 1
+        for count in self._counts.values():
+            count.add_(1).bitwise_and_(_PERIOD - 1)
+        self._times.clear()
 
     def time(self, device: torch.device) -> Tensor:
         """The number of the step, modulo 2**31, as an int32 tensor of one value on a device."""
         time = self._times.get(device)
         if time is None:
-            time = torch.full((1,), self._step % 2**31, dtype=torch.int32, device=device)
-            self._times[device] = time
+            if device not in self._counts:
+                self._counts[device] = torch.full((1,), self._step % _PERIOD, dtype=torch.int32, device=device)
+            time = self._times[device] = self._counts[device].clone()
         return time
 
     def state_dict(self) -> dict[str, Any]:
