@@ -15,6 +15,7 @@ use nibble_dry::Dry;
 use nibble_train::cx::Cx;
 use nibble_train::moe::{Exchange, Experts, ExpertsSaved, RoutedExperts, RoutedSaved};
 use nibble_train::param::{GradientPlan, Param, Placement};
+use nibble_train::shards::Shards;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -67,7 +68,7 @@ impl Call {
         let Sizes { tokens, d_model, ffn, experts, top_k } = sizes;
         let find = || -> Result<_> {
             let dry = Dry::new(kind);
-            let cx = self.cx(&dry, tokens, None)?;
+            let cx = self.cx(&dry, Shards::new(&dry, 1, tokens, 0)?, None);
             let weights = (
                 Tensor::unwritten(&dry, DType::F32, experts * 2 * ffn, d_model)?,
                 Tensor::unwritten(&dry, DType::F32, experts * d_model, ffn)?,
@@ -187,7 +188,7 @@ pub fn experts_forward(
     let sizes = checked.sizes;
     on!(place, b => {
         let done = py.detach(|| -> Result<_> {
-            let cx = call.cx(&b, tokens, clock(&b, time)?)?;
+            let cx = call.cx(&b, b.shards(tokens)?, clock(&b, time)?);
             let Inputs { gate_up, down, expert, gate } = checked.borrowed(&b)?;
             let layer = call.of_experts(&cx, sizes, (gate_up, down))?;
             let x = matrix(&b, x, of_x, (tokens, d_model))?;
@@ -240,7 +241,7 @@ pub fn experts_backward(
             *operand = made.transpose()?;
         }
         let done = py.detach(|| -> Result<_> {
-            let cx = call.cx(&b, tokens, clock(&b, time)?)?;
+            let cx = call.cx(&b, b.shards(tokens)?, clock(&b, time)?);
             let Inputs { gate_up, down, expert, gate } = checked.borrowed(&b)?;
             let mut layer = call.of_experts(&cx, sizes, (gate_up, down))?;
             let routing = Call::routing(&b, expert, gate)?;

@@ -1,8 +1,10 @@
 //! Backends whose buffers may be PyTorch's memory, and their devices.
 
+use crate::rows;
 use nibble_core::{Kernels, Lent, Plain, Result};
 use nibble_cpu::Cpu;
 use nibble_cuda::Cuda;
+use nibble_train::shards::Shards;
 
 /// A device: its kind, and its number among devices of the kind.
 #[repr(C)]
@@ -27,6 +29,8 @@ pub trait Home: Kernels {
     fn borrow<T: Plain>(&self, lent: Lent) -> Result<Self::Buf<T>>;
     /// The device of the backend's buffers.
     fn device_id(&self) -> DeviceId;
+    /// This many rows as one shard.
+    fn shards(&self, rows: usize) -> Result<Shards<Self>>;
 }
 
 impl Home for Cpu {
@@ -37,6 +41,10 @@ impl Home for Cpu {
     fn device_id(&self) -> DeviceId {
         DeviceId { kind: DeviceId::CPU, number: 0 }
     }
+
+    fn shards(&self, rows: usize) -> Result<Shards<Self>> {
+        Shards::new(self, 1, rows, 0)
+    }
 }
 
 impl Home for Cuda {
@@ -46,5 +54,9 @@ impl Home for Cuda {
 
     fn device_id(&self) -> DeviceId {
         DeviceId { kind: DeviceId::CUDA, number: self.device().info().ordinal as i32 }
+    }
+
+    fn shards(&self, rows: usize) -> Result<Shards<Self>> {
+        rows::on_gpu(self, rows)
     }
 }

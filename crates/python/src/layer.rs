@@ -49,14 +49,10 @@ impl Call {
         Name::new(self.kind, &self.name)
     }
 
-    /// The context of a pass over this many rows. `clock` is the buffer of the step's number, on which random bits depend.
-    ///
-    /// # Errors
-    /// The errors of the backend.
-    pub fn cx<'a, B: Kernels>(&self, b: &'a B, rows: usize, clock: Option<B::Buf<u32>>) -> Result<Cx<'a, B>> {
-        let shards = Shards::new(b, 1, rows, 0)?;
+    /// The context of a pass over the rows of one shard. `clock` is the buffer of the step's number, on which random bits depend.
+    pub fn cx<'a, B: Kernels>(&self, b: &'a B, shards: Shards<B>, clock: Option<B::Buf<u32>>) -> Cx<'a, B> {
         let cx = Cx::under(b, Mesh::new(&SoloComm), self.plans.clone(), shards, 0.0);
-        Ok(Cx { training: true, seed: self.seed, clock, ..cx })
+        Cx { training: true, seed: self.seed, clock, ..cx }
     }
 }
 

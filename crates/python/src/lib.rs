@@ -10,6 +10,7 @@
 //! | [`recipes`] | recipes by name or path, and the plan of a layer |
 //! | [`saved`] | the activations that a layer saves, as tensors |
 //! | [`layer`] | what the layers share |
+//! | [`rows`] | a call's rows as a shard, kept on each GPU |
 //! | [`linear`], [`experts`] | the layers: a forward and a backward function each |
 //!
 //! Every function takes tensors and plain values, and returns tensors. What PyTorch must know besides (shapes of results without computing
@@ -25,6 +26,7 @@ mod layer;
 mod linear;
 mod place;
 mod recipes;
+mod rows;
 mod saved;
 
 use pyo3::prelude::*;

@@ -48,7 +48,9 @@ impl Gpu {
                 let first = given.as_ref().map_or_else(stream, |given| Ok(given.stream()))?;
                 // A device on a given stream may be opened while that stream's work is captured, and no pool can be created then.
                 let pool = match given {
-                    Some(_) => named("cuDeviceGetDefaultMemPool", result::device::get_default_mem_pool(device)),
+                    Some(_) => {
+                        named("cuDeviceGetDefaultMemPool", result::device::get_default_mem_pool(device))
+                    }
                     None => create_pool(info.ordinal),
                 };
                 Ok((first, stream()?, pool?))

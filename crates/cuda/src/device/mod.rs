@@ -239,8 +239,12 @@ impl Device {
         self.inner.gpu.given.as_ref()
     }
 
-    /// Whether another library that owns the first stream is capturing its work. The context must be current.
-    pub(crate) fn is_captured(&self) -> Result<bool> {
+    /// Whether another library that owns the first stream is capturing its work.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver does not say.
+    pub fn is_captured(&self) -> Result<bool> {
+        self.inner.gpu.bind()?;
         self.given().map_or(Ok(false), Given::is_capturing)
     }
 
@@ -349,6 +353,10 @@ impl Device {
         let mut modules = self.inner.modules.0.lock().unwrap_or_else(PoisonError::into_inner);
         match modules.get(spec) {
             Some(module) => Ok(module.clone()),
+            None if self.is_captured()? => {
+                let why = "it is not loaded yet: run the operation once before the stream's work is captured";
+                Err(failed(format!("capture of {spec}"), why))
+            }
             None => {
                 let num_arguments = self.inner.jit.num_arguments(spec)?;
                 let cubin = self.inner.jit.cubin(spec)?;
