@@ -89,7 +89,8 @@ def test_a_captured_step_gives_the_bits_of_its_steps(recipe):
     for want in wanted:
         graph.replay()
         assert equal(made, want)
-    assert bits.step == 8
+    draws = recipe == "ablation-mxfp4-sr-rht-tf"
+    assert bits.step == (8 if draws else 5)
 
 
 @pytest.mark.parametrize("recipe", SOME)

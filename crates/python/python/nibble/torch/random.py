@@ -30,10 +30,10 @@ class RandomBits:
 
     @property
     def step(self) -> int:
-        """The number of the step. If steps were replayed by a CUDA graph, the call waits for the device."""
+        """The number of the step. If a CUDA graph replays steps that draw random bits, the call waits for the device."""
         if self._is_captured:
-            counted = int(next(iter(self._counts.values())))
-            self._step += (counted - self._step) % _PERIOD
+            count = next(iter(self._counts.values()))
+            self._step += (int(count) - self._step) % _PERIOD
         return self._step
 
     def set(self, step: int) -> None:
@@ -47,7 +47,7 @@ class RandomBits:
         """Goes on to the next step. Tensors of ``time`` that a forward pass has taken keep its step."""
         if not torch.compiler.is_compiling() and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             # The graph's replays count; the capture itself computes nothing.
-            self._is_captured = True
+            self._is_captured = bool(self._counts)
         else:
             self._step += 1
         for count in self._counts.values():
