@@ -126,6 +126,18 @@ impl RowPlan {
             let got = format!("an expert in {placed} of {} slots", room.own_slots);
             return Err(Error::shape("exchange", "routing.expert", got, "one in every slot"));
         }
+        for other in 0..world {
+            let slots: usize = to(other, 1).iter().sum();
+            if slots != placed {
+                let got = format!("rows for {slots} slots from rank {other}");
+                return Err(Error::shape(
+                    "exchange",
+                    "routing.expert",
+                    got,
+                    format!("{placed}, as on rank {rank}"),
+                ));
+            }
+        }
         let most = (0..world).map(|to| from(to, 1).iter().sum::<usize>()).max();
         let overflow = most.filter(|most| *most > room.slots);
         Ok(Self { tokens_to: to(rank, 0), tokens_from: from(rank, 0), slots_to, slots_from, room, overflow })
@@ -192,20 +204,19 @@ mod tests {
     }
 
     /// Counts of tokens and slots between two ranks, `[from, to, 2]`.
-    const TABLE: [i32; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
+    const TABLE: [i32; 8] = [1, 2, 3, 4, 5, 5, 7, 1];
 
     #[test]
     fn counts_say_what_goes_where_and_what_does_not_fit() {
         let room = |slots| ExchangeRoom { tokens: 9, slots, sent: 20, own_slots: 6 };
         let plan = RowPlan::of(&TABLE, (0, 2), room(12)).unwrap();
         assert_eq!((&plan.tokens_to[..], &plan.tokens_from[..]), (&[1, 3][..], &[1, 5][..]));
-        assert_eq!((&plan.slots_from[..], &plan.slots_to[..]), (&[2, 4][..], &[2, 6][..]));
+        assert_eq!((&plan.slots_from[..], &plan.slots_to[..]), (&[2, 4][..], &[2, 5][..]));
         assert_eq!([Leg::Tokens, Leg::TokensBack, Leg::SlotsBack].map(|leg| plan.capacity(leg)), [9, 20, 6]);
-        // Rank 0 receives 2 + 6 slots, rank 1 4 + 8: neither exceeds the capacity.
+        // Rank 0 receives 2 + 5 slots, rank 1 4 + 1: neither exceeds the capacity.
         assert_eq!(plan.overflow(), None);
-        for (rank, own_slots) in [(0, 6), (1, 14)] {
-            let room = ExchangeRoom { own_slots, ..room(11) };
-            assert_eq!(RowPlan::of(&TABLE, (rank, 2), room).unwrap().overflow(), Some(12));
+        for rank in [0, 1] {
+            assert_eq!(RowPlan::of(&TABLE, (rank, 2), room(6)).unwrap().overflow(), Some(7));
         }
     }
 
@@ -214,6 +225,8 @@ mod tests {
         let room = ExchangeRoom { tokens: 9, slots: 99, sent: 20, own_slots: 6 };
         let why = |table: &[i32], room| RowPlan::of(table, (0, 2), room).unwrap_err().to_string();
         assert!(why(&TABLE[..7], room).contains("7 counts among 2 ranks"));
+        let unequal = why(&[1, 2, 3, 4, 5, 5, 7, 2], room);
+        assert!(unequal.contains("rows for 7 slots from rank 1") && unequal.contains("6, as on rank 0"), "{unequal}");
         assert!(why(&[1, 2, 3, 4, 5, 6, 7, -8], room).contains("a negative number of rows: -8"));
         let all = ExchangeRoom { own_slots: 7, ..room };
         assert!(

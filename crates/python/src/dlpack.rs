@@ -204,11 +204,23 @@ impl Foreign {
 
     /// The tensor's memory, for reading. The tensor lives until the memory is given back.
     pub fn lent(self) -> Lent {
-        let bytes = self.len() * usize::from(self.dtype().bits) / 8;
-        let (address, owner) = (self.address(), Arc::new(self));
-        // SAFETY: the tensor's elements are contiguous, so these are its bytes, and the handle keeps them alive. PyTorch's allocator frees
-        // them in the order of the stream. Callers do not change a tensor while an operation that they called reads it.
+        let (address, bytes, owner) = self.memory();
+        // SAFETY: as `memory` says. Callers do not change a tensor while an operation that they called reads it.
         unsafe { Lent::new(address, bytes, owner) }
+    }
+
+    /// The tensor's memory, which operations may write to. Nobody else uses the tensor.
+    pub fn lent_writable(self) -> Lent {
+        let (address, bytes, owner) = self.memory();
+        // SAFETY: as `memory` says, and only the borrower uses the tensor.
+        unsafe { Lent::writable(address, bytes, owner) }
+    }
+
+    /// Address, length in bytes, and owner of the tensor's memory. The elements are contiguous, so these are its bytes, and the handle keeps
+    /// them alive. PyTorch's allocator frees them in the order of the stream.
+    fn memory(self) -> (u64, usize, Arc<Self>) {
+        let bytes = self.len() * usize::from(self.dtype().bits) / 8;
+        (self.address(), bytes, Arc::new(self))
     }
 }
 
@@ -246,10 +258,8 @@ pub fn allocate(device: DeviceId, bytes: usize) -> Result<Lent> {
         unsafe { (table.allocate)(&raw mut prototype, &raw mut managed, (&raw mut why).cast(), note_error) };
     match NonNull::new(managed).filter(|_| code == 0) {
         Some(managed) => {
-            let memory = Foreign { managed };
-            let (address, owner) = (memory.address(), Arc::new(memory));
-            // SAFETY: PyTorch has just allocated these bytes, nobody else knows of them, and the handle keeps them alive.
-            Ok(unsafe { Lent::writable(address, bytes, owner) })
+            // PyTorch has just allocated these bytes.
+            Ok(Foreign { managed }.lent_writable())
         }
         None => Err(refused(why)),
     }

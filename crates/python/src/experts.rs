@@ -7,10 +7,11 @@ use crate::home::Home;
 use crate::layer::{Call, FLOATS, Operands, cast, clock, dims, gradient};
 use crate::on;
 use crate::place::{Tensors, exported, matrix, plain};
+use crate::ranks::TorchRanks;
 use crate::saved::{self, Shape};
 use nibble_core::ops::Routing;
 use nibble_core::recipe::LayerKind;
-use nibble_core::{Backend, DType, DeviceKind, Kernels, Operand, Result, Tensor};
+use nibble_core::{Backend, Comm, DType, DeviceKind, Kernels, Operand, Result, SoloComm, Tensor};
 use nibble_dry::Dry;
 use nibble_train::cx::Cx;
 use nibble_train::moe::{Exchange, Experts, ExpertsSaved, RoutedExperts, RoutedSaved};
@@ -18,6 +19,7 @@ use nibble_train::param::{GradientPlan, Param, Placement};
 use nibble_train::shards::Shards;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use std::sync::Arc;
 
 /// The sizes of a layer.
 #[derive(Debug, Clone, Copy)]
@@ -25,6 +27,7 @@ struct Sizes {
     tokens: usize,
     d_model: usize,
     ffn: usize,
+    /// Number of experts on this rank.
     experts: usize,
     top_k: usize,
 }
@@ -54,7 +57,7 @@ impl Call {
             keep_h: true,
         };
         experts.prepare(cx)?;
-        Ok(RoutedExperts::new(experts, sizes.experts, sizes.top_k))
+        Ok(RoutedExperts::new(experts, sizes.experts * cx.mesh.ep.world(), sizes.top_k))
     }
 
     /// The routing that PyTorch has chosen. What only a router's backward pass reads is empty.
@@ -68,7 +71,7 @@ impl Call {
         let Sizes { tokens, d_model, ffn, experts, top_k } = sizes;
         let find = || -> Result<_> {
             let dry = Dry::new(kind);
-            let cx = self.cx(&dry, Shards::new(&dry, 1, tokens, 0)?, None);
+            let cx = self.cx(&dry, &SoloComm, Shards::new(&dry, 1, tokens, 0)?, None);
             let weights = (
                 Tensor::unwritten(&dry, DType::F32, experts * 2 * ffn, d_model)?,
                 Tensor::unwritten(&dry, DType::F32, experts * d_model, ffn)?,
@@ -82,6 +85,10 @@ impl Call {
         self.saves(kind, &[tokens, d_model, ffn, experts, top_k], find)
     }
 }
+
+/// Shapes of the operands that a forward pass saved. Where experts are divided among ranks, they depend on the routing.
+#[pyclass(frozen)]
+pub struct SavedShapes(Operands);
 
 fn operands<B: Kernels>(saved: ExpertsSaved<B>) -> [Option<Operand<B>>; 3] {
     [saved.x, saved.h, saved.a]
@@ -106,6 +113,14 @@ pub fn experts_saved(
     let kind = if gpu { DeviceKind::Gpu } else { DeviceKind::Host };
     let shapes = call.saved_by_experts(kind, Sizes { tokens, d_model, ffn, experts, top_k })?;
     Ok(shapes.iter().flatten().flat_map(Shape::tensors).collect())
+}
+
+/// The ranks among which experts are divided; without a process group, this one alone.
+fn among<B: Home>(ranks: Option<&TorchRanks>) -> &dyn Comm<B> {
+    match ranks {
+        Some(ranks) => ranks,
+        None => &SoloComm,
+    }
 }
 
 /// The tensors of both passes, checked.
@@ -161,10 +176,11 @@ impl Checked {
 
 /// The forward pass of the experts under a recipe. Each token of x `[tokens, d_model]` goes to the `top_k` experts of its row of `expert`
 /// (int32), and their outputs are summed with the weights of `gate` (float32). `gate_up` is `[experts, 2·ffn, d_model]`, with the rows of
-/// each expert's gate before those of its up projection; `down` is `[experts, d_model, ffn]`. Returns y, and the tensors that the backward
-/// pass needs besides the inputs.
+/// each expert's gate before those of its up projection; `down` is `[experts, d_model, ffn]`. With `ranks`, these are the experts of this
+/// rank, and `expert` counts those of all ranks. Returns y, the tensors that the backward pass needs besides the inputs, and with `ranks`
+/// their shapes.
 #[pyfunction]
-#[pyo3(signature = (x, gate_up, down, expert, gate, time, recipe, name, seed))]
+#[pyo3(signature = (x, gate_up, down, expert, gate, time, recipe, name, seed, ranks=None))]
 #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function")]
 pub fn experts_forward(
     py: Python<'_>,
@@ -177,7 +193,8 @@ pub fn experts_forward(
     recipe: &str,
     name: &str,
     seed: u64,
-) -> PyResult<(Py<PyAny>, Vec<Py<PyAny>>)> {
+    ranks: Option<&Bound<'_, PyAny>>,
+) -> PyResult<(Py<PyAny>, Vec<Py<PyAny>>, Option<SavedShapes>)> {
     let x = Foreign::of(x, "x")?;
     let (tensors, place) = Tensors::beside(py, &x)?;
     let of_x = tensors.take(&x, "x", &FLOATS)?;
@@ -186,9 +203,11 @@ pub fn experts_forward(
     let time = tensors.time(time)?;
     let call = Call::new((recipe, name, of_x), LayerKind::Expert, seed)?;
     let sizes = checked.sizes;
+    let ranks = ranks.map(TorchRanks::of).transpose()?;
     on!(place, b => {
         let done = py.detach(|| -> Result<_> {
-            let cx = call.cx(&b, b.shards(tokens)?, clock(&b, time)?);
+            let mesh = among(ranks.as_ref());
+            let cx = call.cx(&b, mesh, b.shards(tokens, mesh.rank())?, clock(&b, time)?);
             let Inputs { gate_up, down, expert, gate } = checked.borrowed(&b)?;
             let layer = call.of_experts(&cx, sizes, (gate_up, down))?;
             let x = matrix(&b, x, of_x, (tokens, d_model))?;
@@ -196,18 +215,23 @@ pub fn experts_forward(
             Ok((cast(&b, y, plain(of_x))?, saved.experts))
         });
         let (y, experts) = or_raised(done)?;
+        let saved = operands(experts);
+        let shapes = ranks.map(|_| {
+            let shapes = saved.iter().map(|x| x.as_ref().map(|x| Shape::of(x, u64::MAX)));
+            SavedShapes(Arc::new(shapes.collect()))
+        });
         let mut list = Vec::new();
-        for operand in operands(experts).into_iter().flatten() {
+        for operand in saved.into_iter().flatten() {
             saved::export(py, &b, (operand, u64::MAX), &mut list)?;
         }
-        Ok((exported(py, &b, y, &[tokens, d_model])?, list))
+        Ok((exported(py, &b, y, &[tokens, d_model])?, list, shapes))
     })
 }
 
-/// The backward pass. `saved` is what the forward pass returned. Returns the gradients of x, gate_up, down (in the types of the tensors), and
-/// gate.
+/// The backward pass. `saved` and `shapes` are what the forward pass returned. Returns the gradients of x, gate_up, down (in the types of the
+/// tensors), and gate.
 #[pyfunction]
-#[pyo3(signature = (saved, gate_up, down, expert, gate, dy, time, recipe, name, seed))]
+#[pyo3(signature = (saved, gate_up, down, expert, gate, dy, time, recipe, name, seed, ranks=None, shapes=None))]
 #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function")]
 pub fn experts_backward(
     py: Python<'_>,
@@ -221,6 +245,8 @@ pub fn experts_backward(
     recipe: &str,
     name: &str,
     seed: u64,
+    ranks: Option<&Bound<'_, PyAny>>,
+    shapes: Option<PyRef<'_, SavedShapes>>,
 ) -> PyResult<Vec<Py<PyAny>>> {
     let dy = Foreign::of(dy, "dy")?;
     let (tensors, place) = Tensors::beside(py, &dy)?;
@@ -232,8 +258,12 @@ pub fn experts_backward(
     let saved = saved.iter().map(|x| Foreign::of(x, "saved")).collect::<PyResult<Vec<_>>>()?;
     let (sizes, elements) = (checked.sizes, checked.elements);
     let Sizes { ffn, experts, top_k, .. } = sizes;
+    let ranks = ranks.map(TorchRanks::of).transpose()?;
     on!(place, b => {
-        let shapes = call.saved_by_experts(Backend::kind(&b), sizes)?;
+        let shapes = match shapes {
+            Some(shapes) => shapes.0.clone(),
+            None => call.saved_by_experts(Backend::kind(&b), sizes)?,
+        };
         let mut saved = saved.into_iter();
         let mut operands = [None, None, None];
         for (operand, shape) in operands.iter_mut().zip(shapes.iter()) {
@@ -241,12 +271,13 @@ pub fn experts_backward(
             *operand = made.transpose()?;
         }
         let done = py.detach(|| -> Result<_> {
-            let cx = call.cx(&b, b.shards(tokens)?, clock(&b, time)?);
+            let mesh = among(ranks.as_ref());
+            let cx = call.cx(&b, mesh, b.shards(tokens, mesh.rank())?, clock(&b, time)?);
             let Inputs { gate_up, down, expert, gate } = checked.borrowed(&b)?;
             let mut layer = call.of_experts(&cx, sizes, (gate_up, down))?;
             let routing = Call::routing(&b, expert, gate)?;
             let alignment = layer.experts.plan(&cx).row_alignment;
-            let plan = Exchange::new(&cx, experts, top_k).plan(&routing, alignment)?;
+            let plan = Exchange::new(&cx, layer.num_experts, top_k).plan(&routing, alignment)?;
             let [kept_x, h, a] = operands;
             let saved = RoutedSaved {
                 // Only a router's backward pass would read it, because the experts' own input and output of gate and up are saved.

@@ -29,8 +29,8 @@ pub trait Home: Kernels {
     fn borrow<T: Plain>(&self, lent: Lent) -> Result<Self::Buf<T>>;
     /// The device of the backend's buffers.
     fn device_id(&self) -> DeviceId;
-    /// This many rows as one shard.
-    fn shards(&self, rows: usize) -> Result<Shards<Self>>;
+    /// This many rows as one shard, of which `before` such shards lie on earlier ranks.
+    fn shards(&self, rows: usize, before: usize) -> Result<Shards<Self>>;
 }
 
 impl Home for Cpu {
@@ -42,8 +42,8 @@ impl Home for Cpu {
         DeviceId { kind: DeviceId::CPU, number: 0 }
     }
 
-    fn shards(&self, rows: usize) -> Result<Shards<Self>> {
-        Shards::new(self, 1, rows, 0)
+    fn shards(&self, rows: usize, before: usize) -> Result<Shards<Self>> {
+        Shards::new(self, 1, rows, before)
     }
 }
 
@@ -56,7 +56,7 @@ impl Home for Cuda {
         DeviceId { kind: DeviceId::CUDA, number: self.device().info().ordinal as i32 }
     }
 
-    fn shards(&self, rows: usize) -> Result<Shards<Self>> {
-        rows::on_gpu(self, rows)
+    fn shards(&self, rows: usize, before: usize) -> Result<Shards<Self>> {
+        rows::on_gpu(self, rows, before)
     }
 }

@@ -8,7 +8,7 @@ use crate::recipes;
 use crate::saved::Shape;
 use nibble_core::ops::Cast;
 use nibble_core::recipe::{Layer as Name, LayerKind};
-use nibble_core::{DType, DeviceKind, Error, Kernels, Mesh, Result, SoloComm, Tensor};
+use nibble_core::{Comm, DType, DeviceKind, Error, Kernels, Mesh, Result, Tensor};
 use nibble_train::cx::Cx;
 use nibble_train::layer_plans::LayerPlans;
 use nibble_train::param::Param;
@@ -49,9 +49,16 @@ impl Call {
         Name::new(self.kind, &self.name)
     }
 
-    /// The context of a pass over the rows of one shard. `clock` is the buffer of the step's number, on which random bits depend.
-    pub fn cx<'a, B: Kernels>(&self, b: &'a B, shards: Shards<B>, clock: Option<B::Buf<u32>>) -> Cx<'a, B> {
-        let cx = Cx::under(b, Mesh::new(&SoloComm), self.plans.clone(), shards, 0.0);
+    /// The context of a pass over the rows of one shard, with the ranks among which experts are divided. `clock` is the buffer of the step's
+    /// number, on which random bits depend.
+    pub fn cx<'a, B: Kernels>(
+        &self,
+        b: &'a B,
+        ranks: &'a dyn Comm<B>,
+        shards: Shards<B>,
+        clock: Option<B::Buf<u32>>,
+    ) -> Cx<'a, B> {
+        let cx = Cx::under(b, Mesh::new(ranks), self.plans.clone(), shards, 0.0);
         Cx { training: true, seed: self.seed, clock, ..cx }
     }
 }

@@ -10,6 +10,7 @@
 //! | [`recipes`] | recipes by name or path, and the plan of a layer |
 //! | [`saved`] | the activations that a layer saves, as tensors |
 //! | [`layer`] | what the layers share |
+//! | [`ranks`] | the ranks among which experts are divided |
 //! | [`rows`] | a call's rows as a shard, kept on each GPU |
 //! | [`linear`], [`experts`] | the layers: a forward and a backward function each |
 //!
@@ -25,6 +26,7 @@ mod home;
 mod layer;
 mod linear;
 mod place;
+mod ranks;
 mod recipes;
 mod rows;
 mod saved;
@@ -47,6 +49,7 @@ fn _nibble(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(linear::linear_supported, module)?)?;
     module.add_function(wrap_pyfunction!(linear::linear_forward, module)?)?;
     module.add_function(wrap_pyfunction!(linear::linear_backward, module)?)?;
+    module.add_class::<experts::SavedShapes>()?;
     module.add_function(wrap_pyfunction!(experts::experts_saved, module)?)?;
     module.add_function(wrap_pyfunction!(experts::experts_forward, module)?)?;
     module.add_function(wrap_pyfunction!(experts::experts_backward, module)?)

@@ -9,7 +9,7 @@ use crate::on;
 use crate::place::{Tensors, exported, matrix, plain};
 use crate::saved::{self, Shape};
 use nibble_core::recipe::{LayerKind, Passes};
-use nibble_core::{Backend, DType, DeviceKind, Kernels, Operand, Result, Tensor};
+use nibble_core::{Backend, DType, DeviceKind, Kernels, Operand, Result, SoloComm, Tensor};
 use nibble_dry::Dry;
 use nibble_train::cx::Cx;
 use nibble_train::layers::{Layer, Linear, LinearSaved};
@@ -62,7 +62,7 @@ impl Call {
     fn saved_by_linear(&self, kind: DeviceKind, (rows, n, k): Sizes) -> PyResult<Operands> {
         let find = || -> Result<Vec<Option<Shape>>> {
             let dry = Dry::new(kind);
-            let cx = self.cx(&dry, Shards::new(&dry, 1, rows, 0)?, None);
+            let cx = self.cx(&dry, &SoloComm, Shards::new(&dry, 1, rows, 0)?, None);
             let x = Tensor::unwritten(&dry, cx.activations(), rows, k)?;
             let linear = self.prepared(&cx, Tensor::unwritten(&dry, DType::F32, n, k)?, None)?;
             let input = x.buffer_id();
@@ -82,7 +82,7 @@ pub fn linear_supported(recipe: &str, name: &str, sizes: Sizes) -> PyResult<()> 
     let call = Call::linear((recipe, name, Element::Bf16), 0, rows)?;
     let tried = || -> Result<()> {
         let dry = Dry::new(DeviceKind::Gpu);
-        let cx = call.cx(&dry, Shards::new(&dry, 1, rows, 0)?, None);
+        let cx = call.cx(&dry, &SoloComm, Shards::new(&dry, 1, rows, 0)?, None);
         let mut linear = call.prepared(&cx, Tensor::unwritten(&dry, DType::F32, n, k)?, None)?;
         let (_, saved) = linear.forward(&cx, Tensor::unwritten(&dry, DType::Bf16, rows, k)?)?;
         linear.backward(&cx, saved, Tensor::unwritten(&dry, DType::Bf16, rows, n)?).map(drop)
@@ -140,7 +140,7 @@ pub fn linear_forward(
     let call = Call::linear((recipe, name, of_x), seed, rows)?;
     on!(place, b => {
         let done = py.detach(|| -> Result<_> {
-            let cx = call.cx(&b, b.shards(rows)?, clock(&b, time)?);
+            let cx = call.cx(&b, &SoloComm, b.shards(rows, 0)?, clock(&b, time)?);
             let x = matrix(&b, x, of_x, (rows, k))?;
             let bias = bias.map(|bias| matrix(&b, bias, of_bias.unwrap_or(Element::F32), (1, n))).transpose()?;
             let linear = call.prepared(&cx, matrix(&b, weight, of_weight, (n, k))?, bias)?;
@@ -199,7 +199,7 @@ pub fn linear_backward(
         }
         let x = shape.operand((&b, &tensors), &mut saved, &mut input)?;
         let done = py.detach(|| -> Result<_> {
-            let cx = call.cx(&b, b.shards(rows)?, clock(&b, time)?);
+            let cx = call.cx(&b, &SoloComm, b.shards(rows, 0)?, clock(&b, time)?);
             let bias = bias.map(|bias| matrix(&b, bias, of_bias.unwrap_or(Element::F32), (1, n))).transpose()?;
             let mut linear = call.prepared(&cx, matrix(&b, weight, of_weight, (n, k))?, bias)?;
             let plan = GradientPlan { dtype: plain(of_weight), at_once: false };

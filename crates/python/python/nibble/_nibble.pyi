@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from nibble.torch.ranks import Ranks
 from torch import Tensor
 
 __version__: str
@@ -10,6 +11,9 @@ __version__: str
 _Parts = tuple[Tensor, Tensor, Tensor | None, str, Tensor]
 #: Name, element type and shape of a saved tensor.
 _Saved = list[tuple[str, str, list[int]]]
+
+class SavedShapes:
+    """Shapes of what a forward pass saved, where the routing decides them."""
 
 def use_tensors_of(tensor: type[Tensor]) -> None: ...
 def formats() -> list[str]: ...
@@ -75,7 +79,8 @@ def experts_forward(
     recipe: str,
     name: str,
     seed: int,
-) -> tuple[Tensor, list[Tensor]]: ...
+    ranks: Ranks | None = None,
+) -> tuple[Tensor, list[Tensor], SavedShapes | None]: ...
 def experts_backward(
     saved: Sequence[Tensor],
     gate_up: Tensor,
@@ -87,4 +92,6 @@ def experts_backward(
     recipe: str,
     name: str,
     seed: int,
+    ranks: Ranks | None = None,
+    shapes: SavedShapes | None = None,
 ) -> list[Tensor]: ...

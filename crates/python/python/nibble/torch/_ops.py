@@ -32,18 +32,18 @@ _LIBRARY.define(
 )
 
 
-def _detached(x: Any) -> Any:
+def detached(x: Any) -> Any:
     """Arguments as the native part takes them: without autograd's history."""
     if isinstance(x, Tensor):
         return x.detach()
-    return [_detached(each) for each in x] if isinstance(x, (list, tuple)) else x
+    return [detached(each) for each in x] if isinstance(x, (list, tuple)) else x
 
 
-def _forward(native: Callable[..., tuple[Tensor, list[Tensor]]]) -> Callable[..., list[Tensor]]:
+def _forward(native: Callable[..., tuple[Any, ...]]) -> Callable[..., list[Tensor]]:
     """A forward pass as an operator: its output, then what it saves."""
 
     def run(*arguments: Any) -> list[Tensor]:
-        y, saved = native(*map(_detached, arguments))
+        y, saved, *_ = native(*map(detached, arguments))
         return [y, *saved]
 
     return run
@@ -53,7 +53,7 @@ def _backward(native: Callable[..., Sequence[Tensor | None]]) -> Callable[..., l
     """A backward pass as an operator: the gradients that there are."""
 
     def run(*arguments: Any) -> list[Tensor]:
-        return [gradient for gradient in native(*map(_detached, arguments)) if gradient is not None]
+        return [gradient for gradient in native(*map(detached, arguments)) if gradient is not None]
 
     return run
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from nibble.torch import _ops
+from nibble import _nibble
+from nibble.torch._ops import detached
 from nibble.torch.linear import in_autocast_type, needs
 from nibble.torch.random import RandomBits
+from nibble.torch.ranks import Ranks
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class _Experts(torch.autograd.Function):
@@ -39,6 +44,42 @@ class _Experts(torch.autograd.Function):
         return dx, dgate_up, ddown, None, dgate, None, None, None, None
 
 
+class _DividedExperts(torch.autograd.Function):
+    """Experts divided among ranks. How many rows arrive follows from the routing, so this is no operator with shapes known in advance."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        expert: Tensor,
+        gate: Tensor,
+        time: Tensor | None,
+        recipe: str,
+        name: str,
+        seed: int,
+        ranks: Ranks,
+    ) -> Tensor:
+        tensors = detached((x, gate_up, down, expert, gate))
+        y, saved, ctx.shapes = _nibble.experts_forward(*tensors, time, recipe, name, seed, ranks)
+        ctx.save_for_backward(gate_up, down, expert, gate, time, *saved)
+        ctx.of_layer = (recipe, name, seed, ranks)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, down, expert, gate, time, *saved = ctx.saved_tensors
+        tensors = detached((gate_up, down, expert, gate, dy.contiguous()))
+        dx, dgate_up, ddown, dgate = _nibble.experts_backward(saved, *tensors, time, *ctx.of_layer, ctx.shapes)
+        return dx, dgate_up, ddown, None, dgate, None, None, None, None, None
+
+
+@torch.compiler.disable
+def _divided(*arguments: Any) -> Tensor:
+    return _DividedExperts.apply(*arguments)
+
+
 def experts(
     x: Tensor,
     gate_up: Tensor,
@@ -49,6 +90,7 @@ def experts(
     recipe: str,
     name: str = "experts",
     random_bits: RandomBits | None = None,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """The experts of a layer under a recipe, with SwiGLU: each token goes to its experts, and their outputs are summed with the gate weights.
 
@@ -61,6 +103,9 @@ def experts(
         recipe: name of a recipe, or path of a TOML file.
         name: the layer's name, by which a recipe's overrides select it, and on which random bits depend.
         random_bits: seed and step of stochastic rounding.
+        group: the processes among which the experts are divided, in equal, consecutive parts; ``gate_up`` and ``down`` are this process's
+            experts, and ``expert`` counts those of all. Rows travel in the recipe's formats (MXFP4 forward and E4M3 backward under
+            ``mxfp4-hopper``), and no row is dropped. All processes have equally many tokens. ``torch.compile`` leaves such layers out.
 
     Returns:
         ``[..., d_model]`` in the type of ``x``. The backward pass reads what the recipe saves instead of ``x``.
@@ -73,7 +118,9 @@ def experts(
     _, depends_on_step = needs(recipe, "expert", name)
     top_k = expert.shape[-1]
     time = random_bits.time(x.device) if random_bits is not None and depends_on_step else None
-    y = _Experts.apply(
+    ranks = () if group is None else (Ranks(group),)
+    run = _divided if ranks else _Experts.apply
+    y = run(
         x.reshape(-1, x.shape[-1]).contiguous(),
         gate_up.contiguous(),
         down.contiguous(),
@@ -83,6 +130,7 @@ def experts(
         recipe,
         name,
         0 if random_bits is None else random_bits.seed,
+        *ranks,
     )
     return y.reshape(x.shape)
 
@@ -91,6 +139,7 @@ class Experts(torch.nn.Module):
     """The experts of a layer under a recipe.
 
     Parameters are ``gate_up_proj`` ``[experts, 2 * ffn, d_model]`` and ``down_proj`` ``[experts, d_model, ffn]``, as in ``transformers``.
+    With ``group``, these are the experts of this process, ``num_experts`` of them: see ``experts``.
     """
 
     def __init__(
@@ -104,12 +153,14 @@ class Experts(torch.nn.Module):
         recipe: str,
         layer_name: str = "experts",
         random_bits: RandomBits | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         needs(recipe, "expert", layer_name)  # A mistake in the recipe is told here and not in the first step.
         self.gate_up_proj = torch.nn.Parameter(torch.empty(num_experts, 2 * ffn, d_model, device=device, dtype=dtype))
         self.down_proj = torch.nn.Parameter(torch.empty(num_experts, d_model, ffn, device=device, dtype=dtype))
         self.recipe, self.layer_name, self.random_bits = recipe, layer_name, random_bits or RandomBits()
+        self.group = group
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -128,6 +179,7 @@ class Experts(torch.nn.Module):
             recipe=self.recipe,
             name=self.layer_name,
             random_bits=self.random_bits,
+            group=self.group,
         )
 
     def extra_repr(self) -> str:
