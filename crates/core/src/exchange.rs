@@ -226,7 +226,10 @@ mod tests {
         let why = |table: &[i32], room| RowPlan::of(table, (0, 2), room).unwrap_err().to_string();
         assert!(why(&TABLE[..7], room).contains("7 counts among 2 ranks"));
         let unequal = why(&[1, 2, 3, 4, 5, 5, 7, 2], room);
-        assert!(unequal.contains("rows for 7 slots from rank 1") && unequal.contains("6, as on rank 0"), "{unequal}");
+        assert!(
+            unequal.contains("rows for 7 slots from rank 1") && unequal.contains("6, as on rank 0"),
+            "{unequal}"
+        );
         assert!(why(&[1, 2, 3, 4, 5, 6, 7, -8], room).contains("a negative number of rows: -8"));
         let all = ExchangeRoom { own_slots: 7, ..room };
         assert!(

@@ -4,13 +4,12 @@ use crate::dlpack::Foreign;
 use crate::element::Element;
 use crate::errors::or_raised;
 use crate::home::Home;
-use crate::recipes;
+use crate::recipes::{self, Plans};
 use crate::saved::Shape;
 use nibble_core::ops::Cast;
 use nibble_core::recipe::{Layer as Name, LayerKind};
 use nibble_core::{Comm, DType, DeviceKind, Error, Kernels, Mesh, Result, Tensor};
 use nibble_train::cx::Cx;
-use nibble_train::layer_plans::LayerPlans;
 use nibble_train::param::Param;
 use nibble_train::shards::Shards;
 use pyo3::exceptions::PyValueError;
@@ -24,7 +23,7 @@ pub const FLOATS: [Element; 2] = [Element::F32, Element::Bf16];
 /// A layer under a recipe: what decides its bits besides its tensors.
 pub struct Call {
     /// The plans of the recipe's layers.
-    pub plans: Arc<LayerPlans>,
+    pub plans: Plans,
     /// The layer's name, by which overrides of the recipe select it, and on which random bits depend.
     pub name: String,
     kind: LayerKind,
@@ -58,7 +57,7 @@ impl Call {
         shards: Shards<B>,
         clock: Option<B::Buf<u32>>,
     ) -> Cx<'a, B> {
-        let cx = Cx::under(b, Mesh::new(ranks), self.plans.clone(), shards, 0.0);
+        let cx = Cx::under(b, Mesh::new(ranks), self.plans.layers.clone(), shards, self.plans.progress);
         Cx { training: true, seed: self.seed, clock, ..cx }
     }
 }
@@ -82,8 +81,12 @@ impl Call {
         sizes: &[usize],
         find: impl FnOnce() -> Result<Vec<Option<Shape>>>,
     ) -> PyResult<Operands> {
-        let key =
-            (Arc::as_ptr(&self.plans) as usize, self.name.clone(), kind == DeviceKind::Gpu, sizes.to_vec());
+        let key = (
+            Arc::as_ptr(&self.plans.layers) as usize,
+            self.name.clone(),
+            kind == DeviceKind::Gpu,
+            sizes.to_vec(),
+        );
         let mut known = KNOWN.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = known.get(&key) {
             return Ok(found.clone());

@@ -44,6 +44,8 @@ fn _nibble(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(convert::transcode, module)?)?;
     module.add_function(wrap_pyfunction!(recipes::recipe_names, module)?)?;
     module.add_function(wrap_pyfunction!(recipes::explain, module)?)?;
+    module.add_function(wrap_pyfunction!(recipes::depends_on_run, module)?)?;
+    module.add_function(wrap_pyfunction!(recipes::recipe_changes, module)?)?;
     module.add_function(wrap_pyfunction!(recipes::layer_needs, module)?)?;
     module.add_function(wrap_pyfunction!(linear::linear_saved, module)?)?;
     module.add_function(wrap_pyfunction!(linear::linear_supported, module)?)?;

@@ -8,7 +8,7 @@ use crate::layer::{Call, FLOATS, Operands, cast, clock, dims, gradient};
 use crate::on;
 use crate::place::{Tensors, exported, matrix, plain};
 use crate::saved::{self, Shape};
-use nibble_core::recipe::{LayerKind, Passes};
+use nibble_core::recipe::LayerKind;
 use nibble_core::{Backend, DType, DeviceKind, Kernels, Operand, Result, SoloComm, Tensor};
 use nibble_dry::Dry;
 use nibble_train::cx::Cx;
@@ -25,7 +25,7 @@ impl Call {
     /// A linear layer with this number of rows.
     fn linear(layer: (&str, &str, Element), seed: u64, rows: usize) -> PyResult<Self> {
         let call = Self::new(layer, LayerKind::Linear, seed)?;
-        let align = call.plans.plan(&call.layer(), 0.0, Passes::TRAINING).row_alignment;
+        let align = call.plans.plan(&call.layer()).row_alignment;
         if !rows.is_multiple_of(align) {
             let why =
                 format!("`x` has {rows} rows, expected a multiple of {align} under recipe `{}`", layer.0);

@@ -3,32 +3,90 @@
 use crate::element::Element;
 use crate::place::plain;
 use nibble_core::Recipe;
-use nibble_core::recipe::{Layer, LayerKind, Passes};
+use nibble_core::recipe::{Layer, LayerKind, LayerPlan, Layers, Passes, RunSize, Steps};
 use nibble_train::layer_plans::LayerPlans;
 use pyo3::exceptions::{PyFileNotFoundError, PyValueError};
 use pyo3::prelude::*;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-type Plans = HashMap<(String, &'static str), Arc<LayerPlans>>;
+/// The plans of layers under a recipe, at one point of a run (step / steps).
+#[derive(Clone)]
+pub struct Plans {
+    /// The plans.
+    pub layers: Arc<LayerPlans>,
+    /// The point.
+    pub progress: f64,
+}
 
-static PLANS: OnceLock<Mutex<Plans>> = OnceLock::new();
+impl Plans {
+    /// The plan of a layer in training.
+    pub fn plan(&self, layer: &Layer) -> Arc<LayerPlan> {
+        self.layers.plan(layer, self.progress, Passes::TRAINING)
+    }
 
-/// The plans of layers under a recipe. `recipe` is the name of a recipe that Nibble ships, or the path of a TOML file. A file is read once
-/// in a process. Activations between products have the type of the layer's input, whatever the recipe says.
+    fn recipe(&self) -> &Recipe {
+        self.layers.recipe()
+    }
+}
+
+type Known = HashMap<(String, &'static str), Plans>;
+
+static KNOWN: OnceLock<Mutex<Known>> = OnceLock::new();
+
+/// The plans of layers under a recipe. `recipe` is the name of a recipe that Nibble ships, or the path of a TOML file. Behind it may stand
+/// the sizes of the run and a point of it: `nvfp4-nvidia?layers=12&steps=1000&progress=0.82`. A file is read once in a process. Activations
+/// between products have the type of the layer's input, whatever the recipe says.
 ///
 /// # Errors
 /// `FileNotFoundError` for a path without a file; `ValueError` for an unknown name, and for a mistake in the file, which it names.
-pub fn plans(recipe: &str, activations: Element) -> PyResult<Arc<LayerPlans>> {
-    let mut known = PLANS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+pub fn plans(recipe: &str, activations: Element) -> PyResult<Plans> {
+    let mut known = KNOWN.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
     let key = (recipe.to_owned(), activations.name());
     if let Some(plans) = known.get(&key) {
         return Ok(plans.clone());
     }
-    let made = Recipe { activations: plain(activations), ..read(recipe)? };
-    let plans = Arc::new(LayerPlans::new(made));
+    let (name, run) = recipe.split_once('?').map_or((recipe, None), |(name, run)| (name, Some(run)));
+    let mut made = Recipe { activations: plain(activations), ..read(name)? };
+    let mut progress = 0.0;
+    if let Some(run) = run {
+        let (size, at) = run_of(run).ok_or_else(|| {
+            PyValueError::new_err(format!("recipe `{recipe}`: expected `?layers=N&steps=N&progress=F`"))
+        })?;
+        (made, progress) = (made.in_run(size), at);
+    }
+    let plans = Plans { layers: Arc::new(LayerPlans::new(made)), progress };
     known.insert(key, plans.clone());
     Ok(plans)
+}
+
+/// The sizes of a run and a point of it.
+fn run_of(text: &str) -> Option<(RunSize, f64)> {
+    let mut values = text.split('&').map(|pair| pair.split_once('='));
+    let mut next = |key: &str| values.next()?.filter(|(found, _)| *found == key).map(|(_, value)| value);
+    let (decoder_layers, steps) = (next("layers")?.parse().ok()?, next("steps")?.parse().ok()?);
+    Some((RunSize { decoder_layers, steps }, next("progress")?.parse().ok()?))
+}
+
+/// Whether a recipe depends on the sizes of the run or on the steps done: whether it counts layers from an end of the model, or changes
+/// during a run.
+#[pyfunction]
+pub fn depends_on_run(recipe: &str) -> PyResult<bool> {
+    Ok(is_of_run(plans(recipe, Element::Bf16)?.recipe()))
+}
+
+fn is_of_run(recipe: &Recipe) -> bool {
+    let counts = |layers: &Layers| matches!(layers, Layers::First(_) | Layers::Last(_));
+    recipe.overrides.iter().any(|o| o.steps != Steps::ALL || o.layers.iter().any(counts))
+}
+
+/// The points of a run (step / steps) from which a recipe differs from what it was before; the first is 0. `layers` and `steps` are the
+/// sizes of the run.
+#[pyfunction]
+pub fn recipe_changes(recipe: &str, layers: usize, steps: u64) -> PyResult<Vec<f64>> {
+    let of_run = format!("{recipe}?layers={layers}&steps={steps}&progress=0");
+    let stretches = plans(&of_run, Element::Bf16)?.recipe().stretches();
+    Ok(stretches.into_iter().map(|(from, _)| from).collect())
 }
 
 fn read(recipe: &str) -> PyResult<Recipe> {
@@ -58,7 +116,7 @@ pub fn explain(recipe: &str, kind: &str, name: &str) -> PyResult<Vec<(String, St
             return Err(PyValueError::new_err(format!("`kind` is `{other}`, expected linear or expert")));
         }
     };
-    let plan = plans(recipe, Element::Bf16)?.plan(&Layer::new(kind, name), 0.0, Passes::TRAINING);
+    let plan = plans(recipe, Element::Bf16)?.plan(&Layer::new(kind, name));
     let products = plan.products.iter().map(|product| {
         let [a, b] = product.operands;
         let weight =
@@ -70,21 +128,22 @@ pub fn explain(recipe: &str, kind: &str, name: &str) -> PyResult<Vec<(String, St
     Ok(products.chain(saved).collect())
 }
 
-/// Checks that a recipe may be used by layers outside a run.
+/// Checks that a recipe may be used by a layer in PyTorch.
 ///
 /// # Errors
-/// `ValueError` for a recipe that changes during a run's steps, or whose scales come from earlier steps, because a layer in PyTorch has no
-/// run.
-pub fn check(plans: &LayerPlans) -> PyResult<()> {
+/// `ValueError` for a recipe whose scales come from earlier steps, and for one that depends on a run of which nothing is known.
+pub fn check(plans: &Plans) -> PyResult<()> {
     let recipe = plans.recipe();
     let why = match () {
         () if recipe.is_delayed() => {
-            "its scales come from earlier steps, which a layer in PyTorch does not keep"
+            "cannot be used here: its scales come from earlier steps, which a layer in PyTorch does not keep"
         }
-        () if recipe.stretches().len() > 1 => "it changes during a run, and a layer in PyTorch has no run",
+        () if recipe.run.is_none() && is_of_run(recipe) => {
+            "depends on the run: give `convert` the number of steps, and set `random_bits(model).progress` during the run"
+        }
         () => return Ok(()),
     };
-    Err(PyValueError::new_err(format!("recipe `{}` cannot be used here: {why}", recipe.name)))
+    Err(PyValueError::new_err(format!("recipe `{}` {why}", recipe.name)))
 }
 
 /// The number of which a layer's number of rows must be a multiple under a recipe, and whether its bits depend on the number of the step.
@@ -93,8 +152,8 @@ pub fn layer_needs(recipe: &str, kind: &str, name: &str) -> PyResult<(usize, boo
     let plans = plans(recipe, Element::Bf16)?;
     check(&plans)?;
     let layer = Layer::new(kind_named(kind)?, name);
-    let draws = plans.recipe().section(layer.kind, name, 0.0).depends_on_step();
-    Ok((plans.plan(&layer, 0.0, Passes::TRAINING).row_alignment, draws))
+    let draws = plans.recipe().section(layer.kind, name, plans.progress).depends_on_step();
+    Ok((plans.plan(&layer).row_alignment, draws))
 }
 
 fn kind_named(kind: &str) -> PyResult<LayerKind> {

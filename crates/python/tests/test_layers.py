@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-#: Recipes that need a run: their scales come from earlier steps, or they change during the steps.
+#: Recipes that need a run: their scales come from earlier steps, or they depend on the run's sizes.
 OF_A_RUN = ("fp8-delayed", "nvfp4-nvidia")
 RECIPES = [recipe for recipe in nt.recipes() if recipe not in OF_A_RUN]
 #: One of each kind: plain, FP8, stored in four bits, stochastic rounding, random signs.
@@ -221,12 +221,35 @@ def test_a_recipe_may_be_a_file(tmp_path):
         nt.convert(mlp(), str(tmp_path / "absent.toml"))
 
 
+def test_a_recipe_that_depends_on_the_run_changes_with_its_progress():
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(4)).bfloat16()
+    model = torch.nn.ModuleDict({"layers": layers})
+    plain = copy.deepcopy(model)
+    nt.convert(model, "nvfp4-nvidia", steps=100)
+    nt.convert(plain, "bf16")
+    x = torch.randn(128, 256).bfloat16()
+    is_bf16 = lambda: [torch.equal(a(x), b(x)) for a, b in zip(model["layers"], plain["layers"], strict=True)]  # noqa: E731
+    bits = nt.random_bits(model)
+    # The last 15 % of the layers are BF16, and in the last 18 % of the steps all are.
+    assert is_bf16() == [False, False, False, True]
+    assert "layers.0 and" not in nt.explain(model) and "nvfp4" in nt.explain(model)
+    bits.progress = 0.81
+    assert is_bf16() == [False, False, False, True]
+    bits.progress = 0.82
+    assert is_bf16() == [True] * 4 and "nvfp4 " not in nt.explain(model)
+    again = nt.RandomBits(layers=4, steps=100)
+    again.load_state_dict(bits.state_dict())
+    assert again.at_this_point("nvfp4-nvidia") == bits.at_this_point("nvfp4-nvidia")
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
         (lambda: nt.convert(mlp(), "nope"), ValueError, 'no recipe "nope"'),
         (lambda: nt.convert(mlp(), "fp8-delayed"), ValueError, "earlier steps"),
-        (lambda: nt.convert(mlp(), "nvfp4-nvidia"), ValueError, "changes during a run"),
+        (lambda: nt.convert(mlp(), "nvfp4-nvidia"), ValueError, "depends on the run: give `convert` the number of steps"),
+        (lambda: nt.linear(torch.ones(1, 64), torch.ones(64, 64), recipe="nvfp4?steps=3"), ValueError, "expected `.layers=N"),
         (lambda: nt.convert(torch.nn.Conv2d(3, 3, 3)), ValueError, "no layer of Conv2d"),
         (lambda: nt.convert(mlp())(torch.randn(4, 100).bfloat16()), ValueError, "`weight` has 256 columns"),
         (lambda: nt.convert(mlp())(torch.randn(4, 256).half()), TypeError, "expected float32 or bfloat16"),

@@ -31,6 +31,7 @@ def convert(
     *,
     filter: Callable[[torch.nn.Module, str], bool] | Sequence[str] | None = None,
     seed: int = 0,
+    steps: int | None = None,
 ) -> Model:
     """Replaces the model's linear layers by Nibble's, in place, and lets experts of ``transformers`` compute by Nibble.
 
@@ -42,6 +43,8 @@ def convert(
         filter: which layers to convert: a function of module and qualified name, or patterns of names such as ``["*.mlp.*"]``. Without it,
             all but the output head and routers.
         seed: seed of stochastic rounding.
+        steps: the number of optimizer steps of the run, for recipes that change during a run. Then set
+            ``random_bits(model).progress = step / steps`` before each step.
 
     Returns:
         The model.
@@ -49,7 +52,7 @@ def convert(
     Raises:
         ValueError: for an unknown recipe, or if no layer was converted.
     """
-    random_bits = RandomBits(seed)
+    random_bits = RandomBits(seed, layers=_num_layers(model), steps=steps)
     skipped: list[str] = []
 
     def wanted(module: torch.nn.Module, name: str) -> bool:
@@ -64,7 +67,7 @@ def convert(
             return None
         try:
             sizes = (128, module.out_features, module.in_features)
-            _nibble.linear_supported(recipe, name, sizes)
+            _nibble.linear_supported(random_bits.at_this_point(recipe), name, sizes)
         except NotImplementedError as error:
             skipped.append(f"{name or 'the layer'}: {error}")
             return None
@@ -120,7 +123,7 @@ def _convert_experts(
         elif reason is not None:
             impossible.append(f"{name}: {reason}")
         else:
-            needs(recipe, "expert", name)
+            needs(random_bits.at_this_point(recipe), "expert", name)
             found[name] = module
     if found and (unwanted or impossible):
         others = "; ".join(unwanted + impossible)
@@ -133,19 +136,27 @@ def _convert_experts(
     return len(found)
 
 
+def _num_layers(model: torch.nn.Module) -> int:
+    """The number of decoder layers, whose names are ``layers.0``, ``layers.1``, …, as recipes count them."""
+    parts = (name.split(".") for name, _ in model.named_modules())
+    numbers = (p[p.index("layers") + 1] for p in parts if "layers" in p[:-1])
+    return len({number for number in numbers if number.isdigit()})
+
+
 def _is_recomputed() -> bool:
     """Whether a forward pass runs within a backward pass, as activation checkpointing does."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def explain(model: torch.nn.Module) -> str:
-    """What the recipe does in each layer of a converted model: a line for each product and each saved tensor, equal layers together."""
+    """What the recipe does now in each layer of a converted model: a line for each product and each saved tensor, equal layers together."""
     groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}
     for name, module in model.named_modules():
         layer = getattr(module, "nibble", module)
         kind = "linear" if isinstance(module, Linear) else "expert"
         if kind == "linear" or layer is not module or isinstance(module, Experts):
-            lines = tuple(_nibble.explain(layer.recipe, kind, layer.layer_name))
+            recipe = layer.random_bits.at_this_point(layer.recipe)
+            lines = tuple(_nibble.explain(recipe, kind, layer.layer_name))
             groups.setdefault((layer.recipe, lines), []).append(name or "(model)")
     text = []
     for (recipe, lines), names in groups.items():

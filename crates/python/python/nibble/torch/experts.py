@@ -102,7 +102,7 @@ def experts(
         gate: ``[..., top_k]``: their weights. They have a gradient.
         recipe: name of a recipe, or path of a TOML file.
         name: the layer's name, by which a recipe's overrides select it, and on which random bits depend.
-        random_bits: seed and step of stochastic rounding.
+        random_bits: seed and step of stochastic rounding, and the progress of the run.
         group: the processes among which the experts are divided, in equal, consecutive parts; ``gate_up`` and ``down`` are this process's
             experts, and ``expert`` counts those of all. Rows travel in the recipe's formats (MXFP4 forward and E4M3 backward under
             ``mxfp4-hopper``), and no row is dropped. All processes have equally many tokens. ``torch.compile`` leaves such layers out.
@@ -115,6 +115,8 @@ def experts(
         NotImplementedError: if the recipe's formats do not support these widths.
     """
     x = in_autocast_type(x)
+    if random_bits is not None:
+        recipe = random_bits.at_this_point(recipe)
     _, depends_on_step = needs(recipe, "expert", name)
     top_k = expert.shape[-1]
     time = random_bits.time(x.device) if random_bits is not None and depends_on_step else None
@@ -156,10 +158,11 @@ class Experts(torch.nn.Module):
         group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        needs(recipe, "expert", layer_name)  # A mistake in the recipe is told here and not in the first step.
+        self.recipe, self.layer_name, self.random_bits = recipe, layer_name, random_bits or RandomBits()
+        # A mistake in the recipe is told here and not in the first step.
+        needs(self.random_bits.at_this_point(recipe), "expert", layer_name)
         self.gate_up_proj = torch.nn.Parameter(torch.empty(num_experts, 2 * ffn, d_model, device=device, dtype=dtype))
         self.down_proj = torch.nn.Parameter(torch.empty(num_experts, d_model, ffn, device=device, dtype=dtype))
-        self.recipe, self.layer_name, self.random_bits = recipe, layer_name, random_bits or RandomBits()
         self.group = group
         self.reset_parameters()
 

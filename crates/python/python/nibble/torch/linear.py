@@ -74,7 +74,7 @@ def linear(
         bias: ``[out_features]``.
         recipe: name of a recipe (``nibble.torch.recipes()``), or path of a TOML file.
         name: the layer's name, by which a recipe's overrides select it, and on which random bits depend.
-        random_bits: seed and step of stochastic rounding; without it, seed 0 and step 0.
+        random_bits: seed and step of stochastic rounding, and the progress of the run; without it, seed 0 and step 0.
 
     Returns:
         ``[..., out_features]`` in the type of ``x``. The backward pass reads what the recipe saves (``explain``) instead of ``x``.
@@ -84,6 +84,8 @@ def linear(
         NotImplementedError: if the recipe's formats do not support these widths.
     """
     x = in_autocast_type(x)
+    if random_bits is not None:
+        recipe = random_bits.at_this_point(recipe)
     align, depends_on_step = needs(recipe, "linear", name)
     rows = x.reshape(-1, x.shape[-1])
     tokens = rows.shape[0]
@@ -119,7 +121,7 @@ class Linear(torch.nn.Linear):
         self._follow(recipe, layer_name, random_bits or RandomBits())
 
     def _follow(self, recipe: str, layer_name: str, random_bits: RandomBits) -> None:
-        needs(recipe, "linear", layer_name)  # A mistake in the recipe is told here and not in the first step.
+        needs(random_bits.at_this_point(recipe), "linear", layer_name)  # A mistake in the recipe is told here and not in the first step.
         self.recipe, self.layer_name, self.random_bits = recipe, layer_name, random_bits
 
     @classmethod

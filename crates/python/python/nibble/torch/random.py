@@ -1,10 +1,11 @@
-"""The random bits of stochastic rounding: a seed, and the number of the step."""
+"""What the layers of a model know of the run: seed and step, on which random bits depend, and how much of the run is done."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from nibble import _nibble
 from torch import Tensor
 
 #: The device counts steps modulo this number.
@@ -19,10 +20,18 @@ class RandomBits:
     is resumed.
 
     On a device, the step is counted by the device. So each replay of a captured CUDA graph of a training step draws bits of its own.
+
+    Recipes that change during a run, or that treat a model's last layers in another way, also need the sizes of the run: ``layers``, the
+    number of decoder layers, and ``steps``, the number of optimizer steps. Set ``progress`` during the run.
     """
 
-    def __init__(self, seed: int = 0, step: int = 0) -> None:
+    def __init__(self, seed: int = 0, step: int = 0, *, layers: int = 0, steps: int | None = None) -> None:
         self.seed = seed
+        self.layers = layers
+        self.steps = steps
+        self._progress = 0.0
+        #: For each recipe, its name with the part of the run, and the points of the run at which it changes.
+        self._recipes: dict[str, tuple[str, tuple[float, ...]]] = {}
         self._step = step
         self._counts: dict[torch.device, Tensor] = {}
         self._times: dict[torch.device, Tensor] = {}
@@ -63,18 +72,48 @@ class RandomBits:
             time = self._times[device] = self._counts[device].clone()
         return time
 
+    @property
+    def progress(self) -> float:
+        """How much of the run is done: optimizer steps done / all steps. Layers take the formats that their recipe has at this point."""
+        return self._progress
+
+    @progress.setter
+    def progress(self, done: float) -> None:
+        self._progress = float(done)
+        for recipe, (_, changes) in self._recipes.items():
+            self._recipes[recipe] = (self._named(recipe, changes), changes)
+
+    def at_this_point(self, recipe: str) -> str:
+        """The recipe as operators name it, which includes the part of the run for a recipe that depends on it.
+
+        Raises:
+            ValueError: for a recipe that depends on the number of steps, if that is not known; for an unknown recipe.
+        """
+        known = self._recipes.get(recipe)
+        if known is None:
+            changes: tuple[float, ...] = ()
+            if self.steps is not None and _nibble.depends_on_run(recipe):
+                changes = tuple(_nibble.recipe_changes(recipe, self.layers, self.steps))
+            known = self._recipes[recipe] = (self._named(recipe, changes), changes)
+        return known[0]
+
+    def _named(self, recipe: str, changes: tuple[float, ...]) -> str:
+        past = [point for point in changes if point <= self._progress]
+        return f"{recipe}?layers={self.layers}&steps={self.steps}&progress={max(past)}" if past else recipe
+
     def state_dict(self) -> dict[str, Any]:
-        """Seed and step."""
-        return {"seed": self.seed, "step": self._step}
+        """Seed, step and progress."""
+        return {"seed": self.seed, "step": self.step, "progress": self._progress}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes seed and step from ``state_dict``."""
+        """Takes what ``state_dict`` gave."""
         self.seed = int(state["seed"])
         self.set(int(state["step"]))
+        self.progress = state["progress"]
 
 
 def random_bits(model: torch.nn.Module) -> RandomBits:
-    """The random bits of a converted model.
+    """The seed, step and progress of a converted model.
 
     Raises:
         ValueError: if no layer of the model is Nibble's.

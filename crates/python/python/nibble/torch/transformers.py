@@ -84,9 +84,10 @@ moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
 class StepOfTrainer(TrainerCallback):
-    """Sets the step of random bits from that of ``transformers.Trainer``, so that a resumed run draws the bits of one that was not stopped.
+    """Tells the model the step of ``transformers.Trainer``: so a resumed run draws the random bits of one that was not stopped, and recipes
+    that change during a run do so.
 
-    Recipes without stochastic rounding do not need it::
+    Recipes without stochastic rounding that stay the same do not need it::
 
         Trainer(model, arguments, train_dataset=data, callbacks=[nibble.torch.transformers.StepOfTrainer()])
     """
@@ -96,4 +97,6 @@ class StepOfTrainer(TrainerCallback):
 
     def on_step_begin(self, args: object, state: TrainerState, control: object, **rest: object) -> None:
         """Called before the first micro-batch of a step; each micro-batch advances the step by one."""
-        random_bits(rest["model"]).set(state.global_step * self.MICRO_BATCHES)
+        bits = random_bits(rest["model"])
+        bits.set(state.global_step * self.MICRO_BATCHES)
+        bits.progress = state.global_step / max(state.max_steps, 1)
