@@ -6,6 +6,11 @@ import torch
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
+def backend_of(device):
+    """The backend of process groups whose tensors are on a device."""
+    return "nccl" if device == "cuda" else "gloo"
+
+
 @pytest.fixture(autouse=True, params=DEVICES)
 def device(request):
     """The device of tensors that a test makes without naming one."""

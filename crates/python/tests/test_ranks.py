@@ -1,20 +1,24 @@
 """Experts divided among processes: the bits of one process, and what travels."""
 
+import functools
+import tempfile
+from pathlib import Path
+
 import nibble.torch as nt
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conftest import backend_of
 
-pytestmark = pytest.mark.cpu_only
 RECIPES = ("bf16", "fp8-flow", "mxfp4-hopper", "nvfp4", "ablation-mxfp4-sr-rht-tf")
 WORLD, TOKENS, D, FFN, EXPERTS, TOP_K = 2, 128, 128, 256, 8, 2
 
 
 def inputs():
     """Input, weights, routing and gradient of the output, for all processes together."""
-    generator = torch.Generator().manual_seed(3)
-    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    generator = torch.Generator("cpu").manual_seed(3)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, device="cpu")  # noqa: E731
     gate, expert = draw(WORLD * TOKENS, EXPERTS).softmax(-1).topk(TOP_K)
     x, dy = draw(WORLD * TOKENS, D).bfloat16(), draw(WORLD * TOKENS, D).bfloat16()
     return x, 0.1 * draw(EXPERTS, 2 * FFN, D), 0.1 * draw(EXPERTS, D, FFN), expert, gate, dy
@@ -22,12 +26,12 @@ def inputs():
 
 def passes(tensors, recipe, group=None):
     """Output and gradients of x, gate_up, down and gate."""
-    *tensors, dy = tensors
+    *tensors, dy = (x.to(torch.get_default_device()) for x in tensors)
     for i in (0, 1, 2, 4):
         tensors[i] = tensors[i].clone().requires_grad_()
     y = nt.experts(*tensors, recipe=recipe, random_bits=nt.RandomBits(5, 7), group=group)
     wanted = [tensors[i] for i in (0, 1, 2, 4)]
-    return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
+    return [x.cpu() for x in (y.detach(), *torch.autograd.grad(y, wanted, dy))]
 
 
 def mine(tensors, rank):
@@ -37,8 +41,11 @@ def mine(tensors, rank):
     return [x[experts if i in (1, 2) else tokens] for i, x in enumerate(tensors)]
 
 
-def process(rank, meeting, results):
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD)
+def process(rank, device, meeting, results):
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    torch.set_default_device(device)
+    dist.init_process_group(backend_of(device), init_method=f"file://{meeting}", rank=rank, world_size=WORLD)
     all_to_all, sent = dist.all_to_all_single, []
 
     def counting(into, send, *rest, **options):
@@ -62,12 +69,20 @@ def process(rank, meeting, results):
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    with mp.Manager() as manager:
+@functools.cache
+def of_ranks(device):
+    """What the processes computed."""
+    with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         made = manager.dict()
-        mp.spawn(process, (tmp_path_factory.mktemp("ranks") / "meeting", made), nprocs=WORLD)
+        mp.spawn(process, (device, Path(folder) / "meeting", made), nprocs=WORLD)
         return dict(made)
+
+
+@pytest.fixture
+def results(device):
+    if device == "cuda" and torch.cuda.device_count() < WORLD:
+        pytest.skip(f"needs {WORLD} GPUs")
+    return of_ranks(device)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
