@@ -90,6 +90,9 @@ impl Call {
 #[pyclass(frozen)]
 pub struct SavedShapes(Operands);
 
+/// The output of a forward pass, what it saves, and the shapes of that.
+type Forward = (Py<PyAny>, Vec<Py<PyAny>>, Option<SavedShapes>);
+
 fn operands<B: Kernels>(saved: ExpertsSaved<B>) -> [Option<Operand<B>>; 3] {
     [saved.x, saved.h, saved.a]
 }
@@ -194,7 +197,7 @@ pub fn experts_forward(
     name: &str,
     seed: u64,
     ranks: Option<&Bound<'_, PyAny>>,
-) -> PyResult<(Py<PyAny>, Vec<Py<PyAny>>, Option<SavedShapes>)> {
+) -> PyResult<Forward> {
     let x = Foreign::of(x, "x")?;
     let (tensors, place) = Tensors::beside(py, &x)?;
     let of_x = tensors.take(&x, "x", &FLOATS)?;

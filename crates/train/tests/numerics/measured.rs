@@ -6,7 +6,7 @@ use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Dequantize, Planes, Quantize};
 use nibble_core::{DType, Kernels, Recipe, Tensor};
 use nibble_cpu::Cpu;
-use nibble_testkit::Recorder;
+use nibble_testkit::{Breadth, Recorder};
 use nibble_train::checks::measures_nothing;
 use nibble_train::config::Config;
 use nibble_train::metrics::Metrics;
@@ -30,7 +30,9 @@ fn run<B: Kernels>(b: &B, config: &Config, steps: usize) -> (Vec<Metrics>, Vec<(
 
 #[test]
 fn every_second_step_measures_and_no_bit_changes() {
-    for recipe in ["mxfp4-hopper", "mxfp4", "mxfp6", "fp8-block", "fp8-delayed", "nvfp4", "hif4"] {
+    let recipes = ["mxfp4-hopper", "fp8-delayed", "nvfp4", "mxfp4", "mxfp6", "fp8-block", "hif4"];
+    // Daily four kinds: stored in four bits, with scales of earlier steps, rounded at random, lifted.
+    for recipe in recipes.into_iter().take(Breadth::of_tests().either(usize::MAX, 4)) {
         let (off, on) =
             (small(recipe, &["train.grad_accum=2"]), small(recipe, &["train.grad_accum=2", EVERY]));
         let (eager, recorder) = (Cpu::new(2).unwrap(), Recorder::new(Cpu::new(2).unwrap()));

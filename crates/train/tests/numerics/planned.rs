@@ -8,7 +8,7 @@ use nibble_core::ops::Control;
 use nibble_core::recipe::{Cols, Kept, LayerKind, Passes, Rows};
 use nibble_core::{Backend, BlockScaled, DeviceKind, Mesh, Recipe};
 use nibble_dry::Dry;
-use nibble_testkit::Dice;
+use nibble_testkit::{Breadth, Dice};
 use nibble_train::checks::for_run;
 use nibble_train::config::Config;
 use nibble_train::cx::Cx;
@@ -188,7 +188,8 @@ fn steps_do_what_is_planned_under_every_shipped_recipe() {
 #[test]
 fn steps_do_what_is_planned_under_random_recipes() {
     let (mut dice, mut done) = (Dice::new(43), 0);
-    while done < 500 {
+    let all = Breadth::of_tests().either(500, 150);
+    while done < all {
         let mut config = match dice.below(4) {
             0 => rig::small("bf16", dice.of(&[&rig::LATENT[..], &rig::LATENT_STRAIGHT[..]])),
             _ => model(&mut dice),

@@ -246,8 +246,9 @@ impl Drawn {
 
 #[test]
 fn random_recipes_and_models_do_what_is_printed() {
+    let each = Breadth::of_tests().either(1000, 700);
     let halves = std::thread::scope(|scope| {
-        [41, 42].map(|seed| scope.spawn(move || Drawn::from(seed, 1000))).map(|half| half.join().unwrap())
+        [41, 42].map(|seed| scope.spawn(move || Drawn::from(seed, each))).map(|half| half.join().unwrap())
     });
     let sum = |of: fn(&Drawn) -> usize| halves.iter().map(of).sum::<usize>();
     let (all, trained, parts) = (sum(|half| half.pairs), sum(|half| half.trained), sum(|half| half.parts));
