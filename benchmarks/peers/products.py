@@ -339,7 +339,7 @@ PACKAGE_RECIPES = ("bf16", "fp8-flow", "mxfp4-hopper")
 
 
 def layer_calls(layer, with_compile, missing):
-    """Name, forward and backward pass, its forward pass alone, and the bytes that a forward pass keeps; by PyTorch, torchao and the package."""
+    """Name, forward and backward pass, and what counts the bytes that a forward pass keeps; by PyTorch, torchao and the package."""
     _, experts, rows, hidden, inner, top_k = layer
     x, dy = normal(rows, hidden).requires_grad_(), normal(rows, hidden)
     lengths = () if top_k else uneven(experts, rows)

@@ -109,13 +109,7 @@ pub fn recipe_names() -> Vec<&'static str> {
 /// `expert`.
 #[pyfunction]
 pub fn explain(recipe: &str, kind: &str, name: &str) -> PyResult<Vec<(String, String)>> {
-    let kind = match kind {
-        "linear" => LayerKind::Linear,
-        "expert" => LayerKind::Expert,
-        other => {
-            return Err(PyValueError::new_err(format!("`kind` is `{other}`, expected linear or expert")));
-        }
-    };
+    let kind = kind_named(kind)?;
     let plan = plans(recipe, Element::Bf16)?.plan(&Layer::new(kind, name));
     let products = plan.products.iter().map(|product| {
         let [a, b] = product.operands;

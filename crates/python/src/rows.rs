@@ -9,6 +9,8 @@ use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+type Indices = <Cuda as Backend>::Buf<i32>;
+
 /// The lists of one GPU.
 struct Kept {
     /// The GPU, on a stream of its own.
@@ -16,7 +18,7 @@ struct Kept {
     /// The shards by their numbers of rows, and by the number of shards before them.
     of_rows: HashMap<(usize, usize), Shards<Cuda>>,
     /// The numbers 0, 1, 2, …, among them the ids of the rows of every shard so far.
-    row_id: <Cuda as Backend>::Buf<i32>,
+    row_id: Indices,
 }
 
 static KEPT: OnceLock<Mutex<HashMap<usize, Kept>>> = OnceLock::new();
@@ -70,11 +72,7 @@ impl Kept {
 }
 
 /// Some values of a buffer of another backend on the same GPU.
-fn lent(
-    b: &Cuda,
-    of: &<Cuda as Backend>::Buf<i32>,
-    range: Range<usize>,
-) -> Result<<Cuda as Backend>::Buf<i32>> {
+fn lent(b: &Cuda, of: &Indices, range: Range<usize>) -> Result<Indices> {
     let first = Cuda::buffer_id(of) + (range.start * size_of::<i32>()) as u64;
     // SAFETY: the buffer has these values and lives as long as its handle; nobody writes to it.
     b.borrow(unsafe { Lent::new(first, range.len() * size_of::<i32>(), Arc::new(of.clone())) })

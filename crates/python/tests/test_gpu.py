@@ -1,5 +1,9 @@
 """What only a GPU can show: streams, waits, captured graphs, memory, and whose products run."""
 
+import ctypes
+import threading
+from contextlib import contextmanager
+
 import nibble.torch as nt
 import pytest
 import torch
@@ -7,8 +11,32 @@ from test_layers import SOME, equal, expert_layer, mlp, results
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU")
 
-#: Clock cycles during which a stream is kept busy: about half a second.
-BUSY = 1_000_000_000
+#: Seconds after which a host that waits for a closed stream is let go, so that the test fails and does not hang.
+PATIENCE = 120
+
+
+@contextmanager
+def closed(stream):
+    """A stream that runs nothing issued from here on until ``open`` is called. Yields ``open``, which tells whether nobody else had to."""
+    gate = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
+    at_least = 0
+    wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
+    arguments = ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(gate.data_ptr()), ctypes.c_uint32(1), ctypes.c_uint(at_least)
+    assert wait(*arguments) == 0
+    rescue = threading.Timer(PATIENCE, lambda: gate.fill_(1))
+    rescue.start()
+
+    def open():
+        in_time = not gate.item()
+        gate.fill_(1)
+        return in_time
+
+    try:
+        yield open
+    finally:
+        rescue.cancel()
+        open()
+        stream.synchronize()
 
 
 @pytest.fixture(autouse=True)
@@ -42,16 +70,13 @@ def test_the_host_does_not_wait(recipe):
     model, step = layers(recipe)
     step()  # Kernels are compiled.
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.cuda._sleep(BUSY)
-        slept = torch.cuda.Event()
-        slept.record()
-        step()
-        is_running = not slept.query()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert is_running, "both passes returned only after earlier work of the stream had ended"
+    with closed(torch.cuda.current_stream()) as open:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert open(), "both passes returned only after earlier work of the stream had ended"
 
 
 @pytest.mark.parametrize("recipe", SOME)
@@ -60,12 +85,12 @@ def test_a_delayed_side_stream_changes_no_bit(recipe):
     once = at_step(model, step)
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(BUSY)
-        other = at_step(model, step)
-    # Work on another stream meanwhile takes memory that a wrong order would share.
-    noise = [torch.randn(1 << 20) for _ in range(8)]
-    side.synchronize()
+    with closed(side):
+        with torch.cuda.stream(side):
+            other = at_step(model, step)
+        # Work on another stream meanwhile takes memory that a wrong order would share.
+        noise = [torch.randn(1 << 20) for _ in range(8)]
+        torch.cuda.current_stream().synchronize()
     assert equal(once, other) and noise
 
 

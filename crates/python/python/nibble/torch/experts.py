@@ -29,55 +29,34 @@ class _Experts(torch.autograd.Function):
         recipe: str,
         name: str,
         seed: int,
+        ranks: Ranks | None,
     ) -> Tensor:
-        y, *saved = torch.ops.nibble.experts.default(x, gate_up, down, expert, gate, time, recipe, name, seed)
+        tensors, of_layer = (x, gate_up, down, expert, gate), (recipe, name, seed)
+        if ranks is None:
+            y, *saved = torch.ops.nibble.experts.default(*tensors, time, *of_layer)
+            ctx.shapes = None
+        else:
+            # How many rows arrive follows from the routing, so this is no operator with shapes known in advance.
+            y, saved, ctx.shapes = _nibble.experts_forward(*detached(tensors), time, *of_layer, ranks)
         ctx.save_for_backward(gate_up, down, expert, gate, time, *saved)
-        ctx.of_layer = (recipe, name, seed)
+        ctx.of_layer, ctx.ranks = of_layer, ranks
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, down, expert, gate, time, *saved = ctx.saved_tensors
-        dx, dgate_up, ddown, dgate = torch.ops.nibble.experts_backward.default(
-            saved, gate_up, down, expert, gate, dy.contiguous(), time, *ctx.of_layer
-        )
-        return dx, dgate_up, ddown, None, dgate, None, None, None, None
-
-
-class _DividedExperts(torch.autograd.Function):
-    """Experts divided among ranks. How many rows arrive follows from the routing, so this is no operator with shapes known in advance."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        expert: Tensor,
-        gate: Tensor,
-        time: Tensor | None,
-        recipe: str,
-        name: str,
-        seed: int,
-        ranks: Ranks,
-    ) -> Tensor:
-        tensors = detached((x, gate_up, down, expert, gate))
-        y, saved, ctx.shapes = _nibble.experts_forward(*tensors, time, recipe, name, seed, ranks)
-        ctx.save_for_backward(gate_up, down, expert, gate, time, *saved)
-        ctx.of_layer = (recipe, name, seed, ranks)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, down, expert, gate, time, *saved = ctx.saved_tensors
-        tensors = detached((gate_up, down, expert, gate, dy.contiguous()))
-        dx, dgate_up, ddown, dgate = _nibble.experts_backward(saved, *tensors, time, *ctx.of_layer, ctx.shapes)
+        tensors = (gate_up, down, expert, gate, dy.contiguous())
+        if ctx.ranks is None:
+            gradients = torch.ops.nibble.experts_backward.default(saved, *tensors, time, *ctx.of_layer)
+        else:
+            gradients = _nibble.experts_backward(saved, *detached(tensors), time, *ctx.of_layer, ctx.ranks, ctx.shapes)
+        dx, dgate_up, ddown, dgate = gradients
         return dx, dgate_up, ddown, None, dgate, None, None, None, None, None
 
 
 @torch.compiler.disable
 def _divided(*arguments: Any) -> Tensor:
-    return _DividedExperts.apply(*arguments)
+    return _Experts.apply(*arguments)
 
 
 def experts(
@@ -120,8 +99,8 @@ def experts(
     _, depends_on_step = needs(recipe, "expert", name)
     top_k = expert.shape[-1]
     time = random_bits.time(x.device) if random_bits is not None and depends_on_step else None
-    ranks = () if group is None else (Ranks(group),)
-    run = _divided if ranks else _Experts.apply
+    ranks = None if group is None else Ranks(group)
+    run = _Experts.apply if ranks is None else _divided
     y = run(
         x.reshape(-1, x.shape[-1]).contiguous(),
         gate_up.contiguous(),
@@ -132,7 +111,7 @@ def experts(
         recipe,
         name,
         0 if random_bits is None else random_bits.seed,
-        *ranks,
+        ranks,
     )
     return y.reshape(x.shape)
 

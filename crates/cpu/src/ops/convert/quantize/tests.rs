@@ -3,8 +3,8 @@ use super::{dequantize, quantize};
 use crate::Cpu;
 use crate::ops::plain::elementwise::tests::normals;
 use nibble_core::ops::{Dequantize, Hadamard, Planes, Quantize};
-use nibble_core::{BlockScaled, DType, Groups, Operand, Tensor};
-use nibble_formats::{BlockAxis, Codec, Format, Rounding, ScaleKind, ScaleRule, hadamard};
+use nibble_core::{Backend, BlockScaled, DType, Groups, Operand, Tensor};
+use nibble_formats::{BlockAxis, Codec, Format, Rounding, ScaleKind, ScaleLayout, ScaleRule, hadamard};
 
 fn block(operand: &Option<Operand<Cpu>>) -> &BlockScaled<Cpu> {
     operand.as_ref().unwrap().block("test").unwrap()
@@ -218,6 +218,29 @@ fn columns_are_rows_of_the_transpose() {
         let repeated: Vec<u64> = of_rows.into_iter().flat_map(|s| std::iter::repeat_n(s, each)).collect();
         assert_eq!(of_cols, repeated, "{codec:?}");
         assert_eq!(down.counts.as_ref().map(tally), along.counts.as_ref().map(tally), "{codec:?}");
+    }
+}
+
+/// Kernels of GPUs lay the scales of columns out block by block. Files have them line by line.
+#[test]
+fn scales_of_any_layout_are_read_line_by_line() {
+    let cpu = Cpu::new(1).unwrap();
+    let x = Tensor::from_f32(&cpu, &normals(7, 160 * 24), 160, 24).unwrap();
+    for format in [Format::Mxfp4, Format::Nvfp4, Format::Hif4, Format::E4m3] {
+        let rule = format.spec().rules[0];
+        let codec = Codec::new(format, rule, format.rounding(rule)).unwrap();
+        let made = quantize(&cpu, Quantize::new(&x, codec, Planes::Cols)).unwrap();
+        let q = block(&made.cols);
+        let (expected, each) = (cpu.download(&q.scales).unwrap(), q.scale_kind().bytes());
+        let (lines, blocks) = q.shape_of_scales();
+        let layout = ScaleLayout::MnMajor;
+        let mut laid_out = vec![0xAA; each * layout.len(lines, blocks, each)];
+        for (i, scale) in expected.chunks(each).enumerate() {
+            let at = each * layout.offset(i / blocks, i % blocks, lines, blocks, each);
+            laid_out[at..at + each].copy_from_slice(scale);
+        }
+        let q = BlockScaled { scales: cpu.upload(&laid_out).unwrap(), scale_layout: layout, ..q.clone() };
+        assert_eq!(q.scales_by_line(&cpu).unwrap(), expected, "{format}");
     }
 }
 
