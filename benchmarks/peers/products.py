@@ -16,6 +16,7 @@ before it is timed. PyTorch's weight gradients are BF16 and overwrite; Nibble's 
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import statistics
@@ -335,6 +336,18 @@ class OfPackage(torch.nn.Module):
         return nibble.torch.experts(x, self.weights.gate_up, self.weights.down, expert, gate, recipe=self.recipe)
 
 
+class RouterAlone(torch.nn.Module):
+    """The router of a layer, and its backward pass from given gradients of the weights: what the package leaves to PyTorch."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def forward(self, x):
+        weight, _ = self.of.choose(x)
+        return weight
+
+
 PACKAGE_RECIPES = ("bf16", "fp8-flow", "mxfp4-hopper")
 
 
@@ -358,12 +371,16 @@ def layer_calls(layer, with_compile, missing):
         runs.append(("torchao FP8, a scale a row", torch.compile(other) if with_compile else other))
     if "nibble.torch" not in missing:
         runs += [(f"nibble.torch {recipe}", OfPackage(module, recipe, lengths)) for recipe in PACKAGE_RECIPES]
+    if top_k:
+        runs.append(("torch, the router alone", RouterAlone(module)))
     for name, run in runs:
 
         def call(run=run):
             for tensor in (x, *module.parameters()):
                 tensor.grad = None
-            run(*arguments).backward(dy)
+            with one_step(run):
+                y = run(*arguments)
+                y.backward(dy if y.shape == dy.shape else torch.ones_like(y))
 
         def kept(run=run):
             before = torch.cuda.memory_allocated()
@@ -373,6 +390,15 @@ def layer_calls(layer, with_compile, missing):
             return after - before
 
         yield name, call, kept
+
+
+def one_step(run):
+    """Around the passes of a step: the package then quantizes the weights once."""
+    if not isinstance(run, OfPackage):
+        return contextlib.nullcontext()
+    import nibble.torch
+
+    return nibble.torch.same_weights()
 
 
 def host_us(call):

@@ -15,7 +15,7 @@ pub struct DataType {
 }
 
 /// An element type.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Element {
     /// IEEE single precision.
     F32,

@@ -1,10 +1,11 @@
 //! Mixture-of-experts under a recipe: `nibble_train::moe::RoutedExperts` on PyTorch's tensors, for tokens whose experts PyTorch has chosen.
 
+use crate::copies::{Kept, WeightCopies};
 use crate::dlpack::{self, Foreign};
 use crate::element::Element;
 use crate::errors::or_raised;
 use crate::home::Home;
-use crate::layer::{Call, FLOATS, Operands, cast, clock, dims, gradient};
+use crate::layer::{Call, FLOATS, Operands, cast, clock, dims, gradient, place_gradient};
 use crate::on;
 use crate::place::{Tensors, exported, matrix, plain};
 use crate::ranks::TorchRanks;
@@ -13,16 +14,16 @@ use nibble_core::ops::Routing;
 use nibble_core::recipe::LayerKind;
 use nibble_core::{Backend, Comm, DType, DeviceKind, Kernels, Operand, Result, SoloComm, Tensor};
 use nibble_dry::Dry;
-use nibble_train::cx::Cx;
+use nibble_train::cx::{CopiesFor, Cx};
 use nibble_train::moe::{Exchange, Experts, ExpertsSaved, RoutedExperts, RoutedSaved};
-use nibble_train::param::{GradientPlan, Param, Placement};
+use nibble_train::param::{Param, Placement};
 use nibble_train::shards::Shards;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
 
 /// The sizes of a layer.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Hash)]
 struct Sizes {
     tokens: usize,
     d_model: usize,
@@ -46,18 +47,17 @@ impl Call {
         cx: &Cx<'_, B>,
         sizes: Sizes,
         (gate_up, down): (Tensor<B>, Tensor<B>),
-    ) -> Result<RoutedExperts<B>> {
+    ) -> RoutedExperts<B> {
         let param =
             |what, x| Param::new(format!("{}.{what}", self.name), x, Placement::Experts(sizes.experts));
-        let mut experts = Experts {
+        let experts = Experts {
             name: self.name.clone(),
             gate_up: param("gate_up_proj", gate_up),
             down: param("down_proj", down),
             keep_a: false,
             keep_h: true,
         };
-        experts.prepare(cx)?;
-        Ok(RoutedExperts::new(experts, sizes.experts * cx.mesh.ep.world(), sizes.top_k))
+        RoutedExperts::new(experts, sizes.experts * cx.mesh.ep.world(), sizes.top_k)
     }
 
     /// The routing that PyTorch has chosen. What only a router's backward pass reads is empty.
@@ -71,12 +71,14 @@ impl Call {
         let Sizes { tokens, d_model, ffn, experts, top_k } = sizes;
         let find = || -> Result<_> {
             let dry = Dry::new(kind);
-            let cx = self.cx(&dry, &SoloComm, Shards::new(&dry, 1, tokens, 0)?, None);
+            let shards = Shards::new(&dry, 1, tokens, 0)?;
+            let cx = self.cx(&dry, &SoloComm, shards, (None, CopiesFor::Forward));
             let weights = (
                 Tensor::unwritten(&dry, DType::F32, experts * 2 * ffn, d_model)?,
                 Tensor::unwritten(&dry, DType::F32, experts * d_model, ffn)?,
             );
-            let layer = self.of_experts(&cx, sizes, weights)?;
+            let mut layer = self.of_experts(&cx, sizes, weights);
+            layer.experts.prepare(&cx)?;
             let x = Tensor::unwritten(&dry, cx.activations(), tokens, d_model)?;
             let routing = Self::routing(&dry, dry.alloc(tokens * top_k)?, dry.alloc(tokens * top_k)?)?;
             let (_, saved, ()) = layer.forward_beside(&cx, x, &routing, || Ok(()))?;
@@ -123,6 +125,32 @@ fn among<B: Home>(ranks: Option<&TorchRanks>) -> &dyn Comm<B> {
     match ranks {
         Some(ranks) => ranks,
         None => &SoloComm,
+    }
+}
+
+/// Runs a pass. Among ranks, its allocations depend on the routing, so that it has no key.
+fn among_ranks<B: Home, R>(
+    b: &B,
+    ranks: Option<&TorchRanks>,
+    key: u64,
+    run: impl FnOnce() -> Result<R>,
+) -> Result<R> {
+    if ranks.is_some() { run() } else { b.pass(key, run) }
+}
+
+impl Call {
+    /// The layer with the copies of its weights.
+    fn prepared_experts<B: Home>(
+        &self,
+        cx: &Cx<'_, B>,
+        sizes: Sizes,
+        weights: (Tensor<B>, Tensor<B>),
+        kept: Kept<'_, B>,
+    ) -> Result<RoutedExperts<B>> {
+        let mut layer = self.of_experts(cx, sizes, weights);
+        let plan = layer.experts.plan(cx);
+        kept.prepare(cx, (&mut layer.experts, &plan), Experts::params, |experts| experts.prepare(cx))?;
+        Ok(layer)
     }
 }
 
@@ -180,10 +208,10 @@ impl Checked {
 /// The forward pass of the experts under a recipe. Each token of x `[tokens, d_model]` goes to the `top_k` experts of its row of `expert`
 /// (int32), and their outputs are summed with the weights of `gate` (float32). `gate_up` is `[experts, 2·ffn, d_model]`, with the rows of
 /// each expert's gate before those of its up projection; `down` is `[experts, d_model, ffn]`. With `ranks`, these are the experts of this
-/// rank, and `expert` counts those of all ranks. Returns y, the tensors that the backward pass needs besides the inputs, and with `ranks`
-/// their shapes.
+/// rank, and `expert` counts those of all ranks. `copies` are the weights' copies for products, which the first pass makes. Returns y, the
+/// tensors that the backward pass needs besides the inputs, and with `ranks` their shapes.
 #[pyfunction]
-#[pyo3(signature = (x, gate_up, down, expert, gate, time, recipe, name, seed, ranks=None))]
+#[pyo3(signature = (x, gate_up, down, expert, gate, time, recipe, name, seed, ranks=None, copies=None))]
 #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function")]
 pub fn experts_forward(
     py: Python<'_>,
@@ -197,6 +225,7 @@ pub fn experts_forward(
     name: &str,
     seed: u64,
     ranks: Option<&Bound<'_, PyAny>>,
+    copies: Option<&Bound<'_, WeightCopies>>,
 ) -> PyResult<Forward> {
     let x = Foreign::of(x, "x")?;
     let (tensors, place) = Tensors::beside(py, &x)?;
@@ -205,18 +234,24 @@ pub fn experts_forward(
     let checked = Checked::new(&tensors, (tokens, d_model), [gate_up, down, expert, gate])?;
     let time = tensors.time(time)?;
     let call = Call::new((recipe, name, of_x), LayerKind::Expert, seed)?;
-    let sizes = checked.sizes;
+    let (sizes, elements) = (checked.sizes, checked.elements);
     let ranks = ranks.map(TorchRanks::of).transpose()?;
+    let copies = copies.map(Bound::get);
     on!(place, b => {
-        let done = py.detach(|| -> Result<_> {
+        let kept = Kept::find(&b, copies);
+        let keeping = kept.keeping();
+        let key = call.key(("experts", keeping, sizes, of_x, elements));
+        let run = || -> Result<_> {
             let mesh = among(ranks.as_ref());
-            let cx = call.cx(&b, mesh, b.shards(tokens, mesh.rank())?, clock(&b, time)?);
+            let copies = (clock(&b, time)?, keeping.copies_for(CopiesFor::Forward));
+            let cx = call.cx(&b, mesh, b.shards(tokens, mesh.rank())?, copies);
             let Inputs { gate_up, down, expert, gate } = checked.borrowed(&b)?;
-            let layer = call.of_experts(&cx, sizes, (gate_up, down))?;
+            let layer = call.prepared_experts(&cx, sizes, (gate_up, down), kept)?;
             let x = matrix(&b, x, of_x, (tokens, d_model))?;
             let (y, saved, ()) = layer.forward_beside(&cx, x, &Call::routing(&b, expert, gate)?, || Ok(()))?;
             Ok((cast(&b, y, plain(of_x))?, saved.experts))
-        });
+        };
+        let done = py.detach(|| among_ranks(&b, ranks.as_ref(), key, run));
         let (y, experts) = or_raised(done)?;
         let saved = operands(experts);
         let shapes = ranks.map(|_| {
@@ -231,10 +266,10 @@ pub fn experts_forward(
     })
 }
 
-/// The backward pass. `saved` and `shapes` are what the forward pass returned. Returns the gradients of x, gate_up, down (in the types of the
-/// tensors), and gate.
+/// The backward pass. `saved` and `shapes` are what the forward pass returned. `needed` says whether the gradients of gate_up and down are.
+/// Returns the gradients of x, gate_up, down (in the types of the tensors; `None` where not needed), and gate.
 #[pyfunction]
-#[pyo3(signature = (saved, gate_up, down, expert, gate, dy, time, recipe, name, seed, ranks=None, shapes=None))]
+#[pyo3(signature = (saved, gate_up, down, expert, gate, dy, time, recipe, name, seed, needed, ranks=None, shapes=None, copies=None))]
 #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function")]
 pub fn experts_backward(
     py: Python<'_>,
@@ -248,9 +283,11 @@ pub fn experts_backward(
     recipe: &str,
     name: &str,
     seed: u64,
+    needed: [bool; 2],
     ranks: Option<&Bound<'_, PyAny>>,
     shapes: Option<PyRef<'_, SavedShapes>>,
-) -> PyResult<Vec<Py<PyAny>>> {
+    copies: Option<&Bound<'_, WeightCopies>>,
+) -> PyResult<Vec<Option<Py<PyAny>>>> {
     let dy = Foreign::of(dy, "dy")?;
     let (tensors, place) = Tensors::beside(py, &dy)?;
     let of_dy = tensors.take(&dy, "dy", &FLOATS)?;
@@ -262,6 +299,7 @@ pub fn experts_backward(
     let (sizes, elements) = (checked.sizes, checked.elements);
     let Sizes { ffn, experts, top_k, .. } = sizes;
     let ranks = ranks.map(TorchRanks::of).transpose()?;
+    let copies = copies.map(Bound::get);
     on!(place, b => {
         let shapes = match shapes {
             Some(shapes) => shapes.0.clone(),
@@ -273,11 +311,15 @@ pub fn experts_backward(
             let made = shape.as_ref().map(|shape| shape.operand((&b, &tensors), &mut saved, &mut None));
             *operand = made.transpose()?;
         }
-        let done = py.detach(|| -> Result<_> {
+        let kept = Kept::find(&b, copies);
+        let keeping = kept.keeping();
+        let key = call.key(("experts backward", keeping, sizes, of_dy, elements, needed));
+        let run = || -> Result<_> {
             let mesh = among(ranks.as_ref());
-            let cx = call.cx(&b, mesh, b.shards(tokens, mesh.rank())?, clock(&b, time)?);
+            let copies = (clock(&b, time)?, keeping.copies_for(CopiesFor::Backward));
+            let cx = call.cx(&b, mesh, b.shards(tokens, mesh.rank())?, copies);
             let Inputs { gate_up, down, expert, gate } = checked.borrowed(&b)?;
-            let mut layer = call.of_experts(&cx, sizes, (gate_up, down))?;
+            let mut layer = call.prepared_experts(&cx, sizes, (gate_up, down), kept)?;
             let routing = Call::routing(&b, expert, gate)?;
             let alignment = layer.experts.plan(&cx).row_alignment;
             let plan = Exchange::new(&cx, layer.num_experts, top_k).plan(&routing, alignment)?;
@@ -289,8 +331,8 @@ pub fn experts_backward(
                 experts: ExpertsSaved::new(&call.name, kept_x, h, a),
             };
             let places = [&mut layer.experts.gate_up, &mut layer.experts.down];
-            for (param, element) in places.into_iter().zip(elements) {
-                param.place_gradient(&b, GradientPlan { dtype: plain(element), at_once: false }, 1)?;
+            for ((param, element), is_needed) in places.into_iter().zip(elements).zip(needed) {
+                place_gradient(&b, param, is_needed, plain(element))?;
             }
             let mut dgate = None;
             let keep = |_: &Tensor<_>, of_slots| {
@@ -304,13 +346,15 @@ pub fn experts_backward(
                 None => b.zeros(tokens * top_k)?,
             };
             Ok((cast(&b, dx, plain(of_dy))?, gradient(&layer.experts.gate_up)?, gradient(&layer.experts.down)?, dgate))
-        });
+        };
+        let done = py.detach(|| among_ranks(&b, ranks.as_ref(), key, run));
         let (dx, dgate_up, ddown, dgate) = or_raised(done)?;
+        let of_weight = |grad: Option<_>, shape: &[usize]| grad.map(|x| exported(py, &b, x, shape)).transpose();
         Ok(vec![
-            exported(py, &b, dx, &[tokens, d_model])?,
-            exported(py, &b, dgate_up, &[experts, 2 * ffn, d_model])?,
-            exported(py, &b, ddown, &[experts, d_model, ffn])?,
-            dlpack::export::<_, f32>(py, (&b, dgate), Element::F32, &[tokens, top_k])?,
+            Some(exported(py, &b, dx, &[tokens, d_model])?),
+            of_weight(dgate_up, &[experts, 2 * ffn, d_model])?,
+            of_weight(ddown, &[experts, d_model, ffn])?,
+            Some(dlpack::export::<_, f32>(py, (&b, dgate), Element::F32, &[tokens, top_k])?),
         ])
     })
 }

@@ -9,12 +9,14 @@ use crate::saved::Shape;
 use nibble_core::ops::Cast;
 use nibble_core::recipe::{Layer as Name, LayerKind};
 use nibble_core::{Comm, DType, DeviceKind, Error, Kernels, Mesh, Result, Tensor};
-use nibble_train::cx::Cx;
-use nibble_train::param::Param;
+use nibble_train::cx::{CopiesFor, Cx};
+use nibble_train::param::{GradientPlan, Param};
 use nibble_train::shards::Shards;
+use nibble_train::spec::Update;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// The types of inputs, weights and gradients.
@@ -48,6 +50,14 @@ impl Call {
         Name::new(self.kind, &self.name)
     }
 
+    /// The key of a pass of the layer. `what` is what its allocations depend on besides the layer and its recipe.
+    pub fn key(&self, what: impl Hash) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        let plans = (Arc::as_ptr(&self.plans.layers) as usize, self.plans.progress.to_bits());
+        (plans, &self.name, what).hash(&mut hasher);
+        hasher.finish()
+    }
+
     /// The context of a pass over the rows of one shard, with the ranks among which experts are divided. `clock` is the buffer of the step's
     /// number, on which random bits depend.
     pub fn cx<'a, B: Kernels>(
@@ -55,10 +65,10 @@ impl Call {
         b: &'a B,
         ranks: &'a dyn Comm<B>,
         shards: Shards<B>,
-        clock: Option<B::Buf<u32>>,
+        (clock, copies): (Option<B::Buf<u32>>, CopiesFor),
     ) -> Cx<'a, B> {
         let cx = Cx::under(b, Mesh::new(ranks), self.plans.layers.clone(), shards, self.plans.progress);
-        Cx { training: true, seed: self.seed, clock, ..cx }
+        Cx { training: true, seed: self.seed, clock, copies, ..cx }
     }
 }
 
@@ -124,11 +134,26 @@ pub fn dims<const N: usize>(x: &Foreign, argument: &str) -> PyResult<[usize; N]>
     })
 }
 
-/// The gradient that a backward pass has written.
+/// Places the gradient of a parameter in the parameter's type, or freezes the parameter.
+///
+/// # Errors
+/// The errors of the backend.
+pub fn place_gradient<B: Kernels>(b: &B, param: &mut Param<B>, is_needed: bool, dtype: DType) -> Result<()> {
+    if !is_needed {
+        param.update = Update::Never;
+        return Ok(());
+    }
+    param.place_gradient(b, GradientPlan { dtype, at_once: false }, 1)
+}
+
+/// The gradient that a backward pass has written; `None` of a frozen parameter.
 ///
 /// # Errors
 /// [`Error::Defect`] if there is none.
-pub fn gradient<B: Kernels>(param: &Param<B>) -> Result<Tensor<B>> {
+pub fn gradient<B: Kernels>(param: &Param<B>) -> Result<Option<Tensor<B>>> {
+    if !param.has_gradient() {
+        return Ok(None);
+    }
     let missing = Error::Defect { place: "layer", what: "a backward pass wrote no gradient" };
-    param.grad().cloned().ok_or(missing)
+    param.grad().cloned().ok_or(missing).map(Some)
 }

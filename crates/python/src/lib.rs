@@ -11,6 +11,7 @@
 //! | [`saved`] | the activations that a layer saves, as tensors |
 //! | [`layer`] | what the layers share |
 //! | [`ranks`] | the ranks among which experts are divided |
+//! | [`copies`] | copies of weights that several passes read |
 //! | [`rows`] | a call's rows as a shard, kept on each GPU |
 //! | [`linear`], [`experts`] | the layers: a forward and a backward function each |
 //!
@@ -18,6 +19,7 @@
 //! them, gradients, modules) is in `python/nibble/torch`.
 
 mod convert;
+mod copies;
 mod dlpack;
 mod element;
 mod errors;
@@ -51,6 +53,7 @@ fn _nibble(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(linear::linear_supported, module)?)?;
     module.add_function(wrap_pyfunction!(linear::linear_forward, module)?)?;
     module.add_function(wrap_pyfunction!(linear::linear_backward, module)?)?;
+    module.add_class::<copies::WeightCopies>()?;
     module.add_class::<experts::SavedShapes>()?;
     module.add_function(wrap_pyfunction!(experts::experts_saved, module)?)?;
     module.add_function(wrap_pyfunction!(experts::experts_forward, module)?)?;

@@ -1,19 +1,20 @@
 //! A linear layer under a recipe: `nibble_train::layers::Linear` on PyTorch's tensors.
 
+use crate::copies::{Kept, WeightCopies};
 use crate::dlpack::Foreign;
 use crate::element::Element;
 use crate::errors::or_raised;
 use crate::home::Home;
-use crate::layer::{Call, FLOATS, Operands, cast, clock, dims, gradient};
+use crate::layer::{Call, FLOATS, Operands, cast, clock, dims, gradient, place_gradient};
 use crate::on;
 use crate::place::{Tensors, exported, matrix, plain};
 use crate::saved::{self, Shape};
 use nibble_core::recipe::LayerKind;
 use nibble_core::{Backend, DType, DeviceKind, Kernels, Operand, Result, SoloComm, Tensor};
 use nibble_dry::Dry;
-use nibble_train::cx::Cx;
+use nibble_train::cx::{CopiesFor, Cx};
 use nibble_train::layers::{Layer, Linear, LinearSaved};
-use nibble_train::param::{GradientPlan, Param, Placement};
+use nibble_train::param::{Param, Placement};
 use nibble_train::shards::Shards;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -34,8 +35,8 @@ impl Call {
         Ok(call)
     }
 
-    /// The layer, with the copies of its weight that products read.
-    fn prepared<B: Kernels>(
+    /// The layer, without copies of its weight.
+    fn of_linear<B: Kernels>(
         &self,
         cx: &Cx<'_, B>,
         weight: Tensor<B>,
@@ -43,14 +44,25 @@ impl Call {
     ) -> Result<Linear<B>> {
         let param = |what: &str, x| Param::new(format!("{}.{what}", self.name), x, Placement::Replicated);
         let wide = |bias| cast(cx.b, bias, DType::F32);
-        let mut linear = Linear {
+        Ok(Linear {
             weight: param("weight", weight),
             bias: bias.map(wide).transpose()?.map(|bias| param("bias", bias)),
             layer: self.layer(),
             linear: self.name.clone(),
             out: cx.activations(),
-        };
-        linear.prepare(cx)?;
+        })
+    }
+
+    /// The layer with the copies of its weight that products read.
+    fn prepared<B: Home>(
+        &self,
+        cx: &Cx<'_, B>,
+        (weight, bias): (Tensor<B>, Option<Tensor<B>>),
+        kept: Kept<'_, B>,
+    ) -> Result<Linear<B>> {
+        let mut linear = self.of_linear(cx, weight, bias)?;
+        let plan = linear.plan(cx);
+        kept.prepare(cx, (&mut linear, &plan), quantized, |linear| linear.prepare(cx))?;
         Ok(linear)
     }
 
@@ -62,14 +74,20 @@ impl Call {
     fn saved_by_linear(&self, kind: DeviceKind, (rows, n, k): Sizes) -> PyResult<Operands> {
         let find = || -> Result<Vec<Option<Shape>>> {
             let dry = Dry::new(kind);
-            let cx = self.cx(&dry, &SoloComm, Shards::new(&dry, 1, rows, 0)?, None);
+            let shards = Shards::new(&dry, 1, rows, 0)?;
+            let cx = self.cx(&dry, &SoloComm, shards, (None, CopiesFor::Forward));
             let x = Tensor::unwritten(&dry, cx.activations(), rows, k)?;
-            let linear = self.prepared(&cx, Tensor::unwritten(&dry, DType::F32, n, k)?, None)?;
+            let linear = self.of_linear(&cx, Tensor::unwritten(&dry, DType::F32, n, k)?, None)?;
             let input = x.buffer_id();
             Ok(vec![Some(Shape::of(&linear.input(&cx, &x)?.1.x, input))])
         };
         self.saves(kind, &[rows, n, k], find)
     }
+}
+
+/// The weights of which products read copies.
+fn quantized<B: Kernels>(linear: &mut Linear<B>) -> Vec<&mut Param<B>> {
+    vec![&mut linear.weight]
 }
 
 /// Checks that a recipe's formats support a layer of these sizes, by running both passes on a backend without memory.
@@ -82,8 +100,10 @@ pub fn linear_supported(recipe: &str, name: &str, sizes: Sizes) -> PyResult<()> 
     let call = Call::linear((recipe, name, Element::Bf16), 0, rows)?;
     let tried = || -> Result<()> {
         let dry = Dry::new(DeviceKind::Gpu);
-        let cx = call.cx(&dry, &SoloComm, Shards::new(&dry, 1, rows, 0)?, None);
-        let mut linear = call.prepared(&cx, Tensor::unwritten(&dry, DType::F32, n, k)?, None)?;
+        let shards = Shards::new(&dry, 1, rows, 0)?;
+        let cx = call.cx(&dry, &SoloComm, shards, (None, CopiesFor::AllPasses));
+        let mut linear = call.of_linear(&cx, Tensor::unwritten(&dry, DType::F32, n, k)?, None)?;
+        linear.prepare(&cx)?;
         let (_, saved) = linear.forward(&cx, Tensor::unwritten(&dry, DType::Bf16, rows, k)?)?;
         linear.backward(&cx, saved, Tensor::unwritten(&dry, DType::Bf16, rows, n)?).map(drop)
     };
@@ -111,10 +131,11 @@ pub fn linear_saved(
 }
 
 /// The forward pass y = x·wᵀ + bias under a recipe, with x `[rows, k]`, w `[n, k]`, bias `[n]`. `time` is an int32 tensor of one value, the
-/// number of the step: random bits depend on it, on `seed` and on `name`. Returns y in the type of x, and the tensors that the backward
+/// number of the step: random bits depend on it, on `seed` and on `name`. `copies` are the weight's copies for products, which the first
+/// pass makes. Returns y in the type of x, and the tensors that the backward
 /// pass needs.
 #[pyfunction]
-#[pyo3(signature = (x, weight, bias, time, recipe, name, seed))]
+#[pyo3(signature = (x, weight, bias, time, recipe, name, seed, copies=None))]
 #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function")]
 pub fn linear_forward(
     py: Python<'_>,
@@ -125,6 +146,7 @@ pub fn linear_forward(
     recipe: &str,
     name: &str,
     seed: u64,
+    copies: Option<&Bound<'_, WeightCopies>>,
 ) -> PyResult<(Py<PyAny>, Vec<Py<PyAny>>)> {
     let (x, weight) = (Foreign::of(x, "x")?, Foreign::of(weight, "weight")?);
     let bias = bias.map(|bias| Foreign::of(bias, "bias")).transpose()?;
@@ -138,16 +160,22 @@ pub fn linear_forward(
         return Err(PyValueError::new_err(why));
     }
     let call = Call::linear((recipe, name, of_x), seed, rows)?;
+    let copies = copies.map(Bound::get);
     on!(place, b => {
-        let done = py.detach(|| -> Result<_> {
-            let cx = call.cx(&b, &SoloComm, b.shards(rows, 0)?, clock(&b, time)?);
+        let kept = Kept::find(&b, copies);
+        let keeping = kept.keeping();
+        let key = call.key(("linear", keeping, (rows, n, k), [of_x, of_weight], of_bias));
+        let run = || -> Result<_> {
+            let copies = (clock(&b, time)?, keeping.copies_for(CopiesFor::Forward));
+            let cx = call.cx(&b, &SoloComm, b.shards(rows, 0)?, copies);
             let x = matrix(&b, x, of_x, (rows, k))?;
             let bias = bias.map(|bias| matrix(&b, bias, of_bias.unwrap_or(Element::F32), (1, n))).transpose()?;
-            let linear = call.prepared(&cx, matrix(&b, weight, of_weight, (n, k))?, bias)?;
+            let linear = call.prepared(&cx, (matrix(&b, weight, of_weight, (n, k))?, bias), kept)?;
             let input = x.buffer_id();
             let (y, saved) = linear.forward(&cx, x)?;
             Ok((y, saved.x, input))
-        });
+        };
+        let done = py.detach(|| b.pass(key, run));
         let (y, saved, input) = or_raised(done)?;
         let mut list = Vec::new();
         saved::export(py, &b, (saved, input), &mut list)?;
@@ -155,12 +183,13 @@ pub fn linear_forward(
     })
 }
 
-/// The gradients of x, of the weight in the weight's type, and of the bias in F32 (`None` without a bias).
-type Gradients = (Py<PyAny>, Py<PyAny>, Option<Py<PyAny>>);
+/// The gradients of x, of the weight in the weight's type, and of the bias in F32; `None` for one that is not needed.
+type Gradients = (Py<PyAny>, Option<Py<PyAny>>, Option<Py<PyAny>>);
 
-/// The backward pass. `saved` is what the forward pass returned, or x if it returned nothing.
+/// The backward pass. `saved` is what the forward pass returned, or x if it returned nothing. `needed` says whether the gradients of weight
+/// and bias are.
 #[pyfunction]
-#[pyo3(signature = (saved, weight, bias, dy, time, recipe, name, seed))]
+#[pyo3(signature = (saved, weight, bias, dy, time, recipe, name, seed, needed, copies=None))]
 #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function")]
 pub fn linear_backward(
     py: Python<'_>,
@@ -172,6 +201,8 @@ pub fn linear_backward(
     recipe: &str,
     name: &str,
     seed: u64,
+    needed: [bool; 2],
+    copies: Option<&Bound<'_, WeightCopies>>,
 ) -> PyResult<Gradients> {
     let (dy, weight) = (Foreign::of(dy, "dy")?, Foreign::of(weight, "weight")?);
     let bias = bias.map(|bias| Foreign::of(bias, "bias")).transpose()?;
@@ -186,6 +217,7 @@ pub fn linear_backward(
     }
     let call = Call::linear((recipe, name, of_dy), seed, rows)?;
     let saved = saved.iter().map(|x| Foreign::of(x, "saved")).collect::<PyResult<Vec<_>>>()?;
+    let copies = copies.map(Bound::get);
     on!(place, b => {
         let shapes = call.saved_by_linear(Backend::kind(&b), (rows, n, k))?;
         let missing = || PyValueError::new_err("`saved` is empty, expected the layer's input");
@@ -198,17 +230,25 @@ pub fn linear_backward(
             input = Some(Operand::Plain(or_raised(matrix(&b, x, element, (rows, k)))?));
         }
         let x = shape.operand((&b, &tensors), &mut saved, &mut input)?;
-        let done = py.detach(|| -> Result<_> {
-            let cx = call.cx(&b, &SoloComm, b.shards(rows, 0)?, clock(&b, time)?);
+        let kept = Kept::find(&b, copies);
+        let keeping = kept.keeping();
+        let key = call.key(("linear backward", keeping, (rows, n, k), [of_dy, of_weight], of_bias, needed));
+        let run = || -> Result<_> {
+            let copies = (clock(&b, time)?, keeping.copies_for(CopiesFor::Backward));
+            let cx = call.cx(&b, &SoloComm, b.shards(rows, 0)?, copies);
             let bias = bias.map(|bias| matrix(&b, bias, of_bias.unwrap_or(Element::F32), (1, n))).transpose()?;
-            let mut linear = call.prepared(&cx, matrix(&b, weight, of_weight, (n, k))?, bias)?;
-            let plan = GradientPlan { dtype: plain(of_weight), at_once: false };
-            linear.weight.place_gradient(&b, plan, 1)?;
+            let mut linear = call.prepared(&cx, (matrix(&b, weight, of_weight, (n, k))?, bias), kept)?;
+            place_gradient(&b, &mut linear.weight, needed[0], plain(of_weight))?;
+            if let Some(bias) = &mut linear.bias {
+                place_gradient(&b, bias, needed[1], DType::F32)?;
+            }
             let dx = linear.backward(&cx, call.saved(x), matrix(&b, dy, of_dy, (rows, n))?)?;
-            Ok((dx, gradient(&linear.weight)?, linear.bias.as_ref().map(gradient).transpose()?))
-        });
+            Ok((dx, gradient(&linear.weight)?, linear.bias.as_ref().map(gradient).transpose()?.flatten()))
+        };
+        let done = py.detach(|| b.pass(key, run));
         let (dx, dw, dbias) = or_raised(done)?;
         let dbias = dbias.map(|dbias| exported(py, &b, dbias, &[n])).transpose()?;
-        Ok((exported(py, &b, dx, &[rows, k])?, exported(py, &b, dw, &[n, k])?, dbias))
+        let dw = dw.map(|dw| exported(py, &b, dw, &[n, k])).transpose()?;
+        Ok((exported(py, &b, dx, &[rows, k])?, dw, dbias))
     })
 }

@@ -123,14 +123,14 @@ def test_operators_keep_the_rules_of_pytorch(recipe, device):
     opcheck(torch.ops.nibble.linear.default, linear)
     saved = torch.ops.nibble.linear.default(*linear)[1:] or [x]
     dy = torch.randn(128, 384).bfloat16()
-    opcheck(torch.ops.nibble.linear_backward.default, (saved, weight, bias, dy, None, recipe, "x", 0))
+    opcheck(torch.ops.nibble.linear_backward.default, (saved, weight, bias, dy, None, recipe, "x", 0, [True, True]))
     x, gate_up, down, expert, gate = (a.detach() for a in expert_layer(torch.bfloat16))
     layer = (gate_up, down, expert.int(), gate)
     # What is saved has room for the most rows that routing can need. A GPU leaves the rest as it is, so two calls differ there.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor") + (("test_aot_dispatch_dynamic",) if device == "cpu" else ())
     opcheck(torch.ops.nibble.experts.default, (x, *layer, None, recipe, "x", 0), test_utils=tests)
     saved = torch.ops.nibble.experts.default(x, *layer, None, recipe, "x", 0)[1:]
-    opcheck(torch.ops.nibble.experts_backward.default, (saved, *layer, torch.randn_like(x), None, recipe, "x", 0))
+    opcheck(torch.ops.nibble.experts_backward.default, (saved, *layer, torch.randn_like(x), None, recipe, "x", 0, [False, True]))
 
 
 @pytest.mark.parametrize("recipe", SOME)
@@ -192,6 +192,48 @@ def test_gradients_accumulate_and_frozen_weights_have_none():
     model.zero_grad()
     model(x).float().sum().backward()
     assert model[0].weight.grad is None and model[0].bias.grad is not None
+
+
+@pytest.mark.parametrize("recipe", SOME)
+def test_frozen_weights_change_no_other_gradient(recipe):
+    inputs = expert_layer(torch.bfloat16)
+    floats = [0, 1, 2, 4]
+
+    def gradients(frozen):
+        x = [a.detach().requires_grad_(i in floats and i not in frozen) for i, a in enumerate(inputs)]
+        nt.experts(*x, recipe=recipe).float().pow(2).sum().backward()
+        return {i: x[i].grad for i in floats}
+
+    whole = gradients([])
+    for frozen in [[1], [2], [1, 2]]:
+        some = gradients(frozen)
+        assert all(some[i] is None if i in frozen else torch.equal(some[i], whole[i]) for i in floats)
+
+
+@pytest.mark.parametrize("recipe", SOME)
+def test_weights_that_stay_the_same_are_quantized_once(recipe):
+    inputs = expert_layer(torch.bfloat16)
+    model, (x, gate_up, down, expert, gate) = nt.convert(mlp(), recipe), inputs
+
+    def step():
+        nt.random_bits(model).set(5)
+        h = nt.experts(*inputs, recipe=recipe, random_bits=nt.random_bits(model))
+        return results(model, torch.cat([h, h], -1).detach()) + list(torch.autograd.grad(h.float().sum(), [x, gate_up, down, gate]))
+
+    each = step()
+    with nt.same_weights():
+        assert equal(each, step())
+        if recipe != "bf16":
+            # A change that the weights' versions do not tell shows that the copies are those of before.
+            for weight in (gate_up, down, model[0].weight, model[2].weight):
+                weight.data.mul_(2)
+            assert equal(each, step())
+        with torch.no_grad():
+            gate_up.add_(1)
+            model[2].weight.add_(1)
+        changed = step()
+        assert not torch.equal(changed[0], each[0]) and not torch.equal(changed[-4], each[-4])
+    assert not equal(changed, step()) if recipe != "bf16" else equal(changed, step())
 
 
 def test_autocast_decides_the_type_of_activations(device):

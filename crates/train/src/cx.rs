@@ -13,6 +13,18 @@ use nibble_core::{DType, Groups, Kernels, Mesh, Recipe, Result, Tensor};
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
+/// The passes for which copies of weights are made.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum CopiesFor {
+    /// Both passes in training, otherwise the forward pass.
+    #[default]
+    AllPasses,
+    /// The forward pass only.
+    Forward,
+    /// The backward pass only. A copy that costs nothing beside another may be made for the forward pass, too.
+    Backward,
+}
+
 /// The context of one forward and backward pass.
 #[derive(Debug)]
 pub struct Cx<'a, B: Kernels> {
@@ -30,6 +42,8 @@ pub struct Cx<'a, B: Kernels> {
     pub seed: u64,
     /// Whether a backward pass follows this forward pass. If `training` is false, nothing is computed for a backward pass.
     pub training: bool,
+    /// The passes for which copies of weights are made.
+    pub copies: CopiesFor,
     /// The tokens of this rank, divided into shards.
     pub shards: Shards<B>,
     /// The keys to which each query attends, and the documents to which the tokens belong.
@@ -83,6 +97,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
             progress,
             seed: 0,
             training: false,
+            copies: CopiesFor::default(),
             shards,
             combine: Combine::Slots,
             experts_in_turn: false,
@@ -144,6 +159,11 @@ impl<'a, B: Kernels> Cx<'a, B> {
     pub fn plan_keeping(&self, layer: &Layer, keep_a: bool) -> Arc<LayerPlan> {
         let passes = if self.training { Passes::Both { keep_a } } else { Passes::Forward };
         self.plans.plan(layer, self.progress, passes)
+    }
+
+    /// Whether copies of weights are made for dgrad.
+    pub(crate) fn copies_for_dgrad(&self) -> bool {
+        self.training && self.copies != CopiesFor::Forward
     }
 
     /// The data type of activations between GEMMs.

@@ -16,6 +16,7 @@ use crate::config::TrainConfig;
 use crate::cx::Cx;
 use crate::param::{Moments, Optimized, Param, Placement, reduce_gradients};
 use crate::record::Layout;
+use crate::spec::Update;
 use nibble_core::allocation::{in_part, part};
 use nibble_core::formats::double::power;
 use nibble_core::ops::{
@@ -93,7 +94,8 @@ pub fn step<B: Kernels>(
     table: &B::Buf<f64>,
     layout: &Layout,
 ) -> Result<()> {
-    let (mut params, biases): (Vec<_>, Vec<_>) = params.into_iter().partition(|param| param.has_gradient());
+    let changing = params.into_iter().filter(|param| param.update != Update::Never);
+    let (mut params, biases): (Vec<_>, Vec<_>) = changing.partition(|param| param.has_gradient());
     in_part("reduce", || {
         reduce_gradients(cx, &mut params)?;
         sum_squares(cx, &mut params, &mut state.squares)?;

@@ -2,6 +2,7 @@
 
 use crate::device::arena::{Arena, ArenaBlock};
 use crate::device::kept::{Block, Kept};
+use crate::device::workspace::Workspaces;
 use crate::device::{Device, PooledZeros};
 use crate::driver::{check, failed, named};
 use bytemuck::Pod;
@@ -52,7 +53,7 @@ impl Storage {
                 (block.address, Home::Arena(block))
             }
             None => {
-                let block = pooled(device, bytes, stream)?;
+                let block = pooled(device, bytes, stream, Workspaces::alloc)?;
                 device.count_live(bytes);
                 let (address, born) = (block.address(), device.recordings().finished());
                 (address, Home::Pool { born, block: Some(block) })
@@ -76,8 +77,13 @@ impl Drop for Storage {
     }
 }
 
-/// Allocates memory from the allocator that was given with the device's stream or, if there is none, from the pool.
-fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<Block> {
+/// Allocates memory from the allocator that was given with the device's stream, by `given`, or from the pool if there is none.
+fn pooled(
+    device: &Device,
+    bytes: usize,
+    stream: sys::CUstream,
+    given: fn(&Workspaces, usize) -> Result<Lent>,
+) -> Result<Block> {
     let call = || format!("cuMemAllocFromPoolAsync({bytes} bytes)");
     if device.recordings().is_under_way() {
         let why =
@@ -87,8 +93,8 @@ fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<Block>
     // NCCL sends memory in whole words of four bytes. The driver does not allow empty allocations, so an empty buffer
     // gets one word.
     let whole = bytes.max(1).saturating_add(3) / 4 * 4;
-    if let Some(given) = device.given() {
-        return given.allocator.alloc(whole).map(Block::Given);
+    if let Some(owner) = device.given() {
+        return given(&owner.memory, whole).map(Block::Given);
     }
     // SAFETY: pool and stream live as long as the device.
     let address = unsafe { result::mem_pool::alloc_async(device.pool(), whole, stream) };
@@ -154,7 +160,8 @@ impl Device {
                     spent => {
                         self.release_zeros(spent.map(|(words, _)| words));
                         let born = self.recordings().finished();
-                        let words = PooledZeros { block: pooled(self, bytes, stream)?, born };
+                        let words =
+                            PooledZeros { block: pooled(self, bytes, stream, Workspaces::keep)?, born };
                         // SAFETY: the range is that of the allocation.
                         let set = unsafe { result::memset_d8_async(words.block.address(), 0, bytes, stream) };
                         let words = Arc::new(words);

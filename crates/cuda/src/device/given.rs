@@ -1,26 +1,16 @@
 //! A stream and an allocator of another library in this process, for a device that works among that library's work.
 
+use super::workspace::{Allocator, Workspaces};
 use crate::driver::named;
 use cudarc::driver::{result, sys};
-use nibble_core::{Lent, Result};
-use std::fmt;
+use nibble_core::Result;
 use std::sync::Arc;
-
-/// An allocator of device memory of another library.
-pub trait Allocator: fmt::Debug + Send + Sync {
-    /// Allocates at least `bytes` writable bytes, aligned to 256 bytes, for work on the stream that was given with the allocator. The
-    /// owner's drop frees them in the order of that stream. `bytes` is a multiple of 4 and not zero.
-    ///
-    /// # Errors
-    /// [`nibble_core::Error::OutOfMemory`] if no memory is left.
-    fn alloc(&self, bytes: usize) -> Result<Lent>;
-}
 
 /// A stream of another library, and the allocator for work on it.
 #[derive(Debug, Clone)]
 pub struct Given {
     stream: u64,
-    pub(crate) allocator: Arc<dyn Allocator>,
+    pub(crate) memory: Arc<Workspaces>,
 }
 
 impl Given {
@@ -28,7 +18,7 @@ impl Given {
     /// `stream` is a `cudaStream_t` of the primary context of the device that will run on it (0 is the default stream). It lives as long as
     /// this value, its clones, and every device on it.
     pub unsafe fn new(stream: u64, allocator: Arc<dyn Allocator>) -> Self {
-        Self { stream, allocator }
+        Self { stream, memory: Arc::new(Workspaces::new(allocator)) }
     }
 
     pub(crate) fn stream(&self) -> sys::CUstream {

@@ -18,6 +18,7 @@ mod mapping;
 pub mod pinned;
 pub mod recording;
 mod staging;
+pub mod workspace;
 
 pub use crate::device::event::Event;
 
@@ -35,6 +36,7 @@ use nibble_core::{Error, MemoryStats, Result, Room, Scope, TrafficCounter};
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::fmt;
+use std::sync::atomic::AtomicI32;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// A handle of an opened GPU; clones share the device.
@@ -107,6 +109,8 @@ pub(crate) struct Module {
     pub(crate) function: sys::CUfunction,
     /// Size of each parameter in bytes, as the cubin declares it.
     pub(crate) param_bytes: Vec<usize>,
+    /// The most dynamic shared memory that the function has been allowed so far, in bytes.
+    pub(crate) shared_bytes: AtomicI32,
     /// How many clusters the device runs at once, for the first launch shape that was queried.
     pub(crate) max_clusters: OnceLock<((u32, u32, usize), u32)>,
 }
@@ -246,6 +250,20 @@ impl Device {
     pub fn is_captured(&self) -> Result<bool> {
         self.inner.gpu.bind()?;
         self.given().map_or(Ok(false), Given::is_capturing)
+    }
+
+    /// Runs a pass of a layer on this thread. If the stream is another library's, all buffers that do not outlive the pass share one
+    /// allocation of that library's, from the second pass of a key on. `key` stands for everything on which the pass's allocations depend:
+    /// the layer, its recipe, its sizes.
+    ///
+    /// # Errors
+    /// Passes on errors of `run` and of the allocator.
+    pub fn pass<R>(&self, key: u64, run: impl FnOnce() -> Result<R>) -> Result<R> {
+        match self.given() {
+            // Counters are allocated in another way in a capture.
+            Some(given) => given.memory.pass(key.wrapping_add(self.is_captured()?.into()), run),
+            None => run(),
+        }
     }
 
     pub(crate) fn pool(&self) -> sys::CUmemoryPool {
@@ -409,7 +427,8 @@ impl Module {
             // SAFETY: the module was loaded above and is not used.
             let _ = unsafe { result::module::unload(module) };
         })?;
-        Ok(Self { module, function, param_bytes, max_clusters: OnceLock::new() })
+        let shared_bytes = AtomicI32::new(0);
+        Ok(Self { module, function, param_bytes, shared_bytes, max_clusters: OnceLock::new() })
     }
 }
 

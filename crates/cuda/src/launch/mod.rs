@@ -16,6 +16,7 @@ use cudarc::driver::{result, sys};
 use nibble_core::{Error, Result};
 use std::ffi::c_void;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 const OP: &str = "launch";
 
@@ -220,14 +221,17 @@ impl Kernel {
         let stream = self.device.stream()?;
         let shared = i32::try_from(launch.shared_bytes)
             .map_err(|_| Error::shape(OP, "shared_bytes", launch.shared_bytes, "below 2^31"))?;
-        // SAFETY: the function belongs to `module`, and the value is below the device's limit.
-        named("cuFuncSetAttribute(dynamic shared memory)", unsafe {
-            result::function::set_function_attribute(
-                self.module.function,
-                sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                shared,
-            )
-        })?;
+        if self.module.shared_bytes.load(Ordering::Relaxed) < shared {
+            // SAFETY: the function belongs to `module`, and the value is below the device's limit.
+            named("cuFuncSetAttribute(dynamic shared memory)", unsafe {
+                result::function::set_function_attribute(
+                    self.module.function,
+                    sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    shared,
+                )
+            })?;
+            self.module.shared_bytes.fetch_max(shared, Ordering::Relaxed);
+        }
         use sys::CUlaunchAttributeID as Id;
         // SAFETY: an attribute is plain data, for which zeros are valid.
         let mut attributes: [sys::CUlaunchAttribute; 2] = unsafe { std::mem::zeroed() };

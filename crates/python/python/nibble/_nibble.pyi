@@ -12,6 +12,9 @@ _Parts = tuple[Tensor, Tensor, Tensor | None, str, Tensor]
 #: Name, element type and shape of a saved tensor.
 _Saved = list[tuple[str, str, list[int]]]
 
+class WeightCopies:
+    """The copies of a layer's weights that its first pass makes, and that later passes read."""
+
 class SavedShapes:
     """Shapes of what a forward pass saved, where the routing decides them."""
 
@@ -56,7 +59,14 @@ def layer_needs(recipe: str, kind: str, name: str) -> tuple[int, bool]: ...
 def linear_saved(recipe: str, name: str, sizes: tuple[int, int, int], dtype: str, gpu: bool) -> _Saved: ...
 def linear_supported(recipe: str, name: str, sizes: tuple[int, int, int]) -> None: ...
 def linear_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, time: Tensor | None, recipe: str, name: str, seed: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    time: Tensor | None,
+    recipe: str,
+    name: str,
+    seed: int,
+    copies: WeightCopies | None = None,
 ) -> tuple[Tensor, list[Tensor]]: ...
 def linear_backward(
     saved: Sequence[Tensor],
@@ -67,7 +77,9 @@ def linear_backward(
     recipe: str,
     name: str,
     seed: int,
-) -> tuple[Tensor, Tensor, Tensor | None]: ...
+    needed: Sequence[bool],
+    copies: WeightCopies | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
 def experts_saved(
     recipe: str, name: str, sizes: tuple[int, int, int, int, int], dtype: str, gpu: bool
 ) -> _Saved: ...
@@ -82,6 +94,7 @@ def experts_forward(
     name: str,
     seed: int,
     ranks: Ranks | None = None,
+    copies: WeightCopies | None = None,
 ) -> tuple[Tensor, list[Tensor], SavedShapes | None]: ...
 def experts_backward(
     saved: Sequence[Tensor],
@@ -94,6 +107,8 @@ def experts_backward(
     recipe: str,
     name: str,
     seed: int,
+    needed: Sequence[bool],
     ranks: Ranks | None = None,
     shapes: SavedShapes | None = None,
-) -> list[Tensor]: ...
+    copies: WeightCopies | None = None,
+) -> list[Tensor | None]: ...

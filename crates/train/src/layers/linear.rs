@@ -122,7 +122,8 @@ impl<B: Kernels> Linear<B> {
         Ok(y)
     }
 
-    /// Returns dX, and adds the gradients of weight and bias. `x` is the input in the form that wgrad reads; other layers may share `x`.
+    /// Returns dX, and adds the gradients of weight and bias, but for one that is frozen. `x` is the input in the form that wgrad reads; other
+    /// layers may share `x`.
     pub fn gradients(&mut self, cx: &Cx<'_, B>, x: &Operand<B>, dy_tn: &Tensor<B>) -> Result<Tensor<B>> {
         let (plan, groups) = (self.plan(cx), &cx.shards.groups);
         let dy = Operand::Plain(dy_tn.clone());
@@ -131,9 +132,11 @@ impl<B: Kernels> Linear<B> {
         cx.measure_lifts(self.lifting(Product::Dgrad), || self.plan(cx), [&rows, &wt], Some(groups))?;
         let dx_tk = Gemm { a: &rows, b: &wt, out: cx.activations() }.run(cx.b)?;
         drop(wt);
-        cx.measure_lifts(self.lifting(Product::Wgrad), || self.plan(cx), [&cols, x], None)?;
-        self.weight.accumulate_wgrad(cx, &cols, x, groups)?;
-        if let Some(bias) = &mut self.bias {
+        if self.weight.has_gradient() {
+            cx.measure_lifts(self.lifting(Product::Wgrad), || self.plan(cx), [&cols, x], None)?;
+            self.weight.accumulate_wgrad(cx, &cols, x, groups)?;
+        }
+        if let Some(bias) = self.bias.as_mut().filter(|bias| bias.has_gradient()) {
             bias.add_gradient(cx, Writes::Adds, |dbias, _| AddBiasBackward { dy: dy_tn, dbias }.run(cx.b))?;
         }
         Ok(dx_tk)
@@ -165,7 +168,11 @@ impl<B: Kernels> Layer<B> for Linear<B> {
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: LinearSaved<B>, dy_tn: Tensor<B>) -> Result<Tensor<B>> {
         let (plan, groups) = (self.plan(cx), &cx.shards.groups);
-        let (x, _) = cx.convert(self.name(), &saved.x, &plan.linear()?.wgrad_x, Some(groups))?;
+        let x = match self.weight.has_gradient() {
+            true => cx.convert(self.name(), &saved.x, &plan.linear()?.wgrad_x, Some(groups))?.0,
+            // Nothing reads it.
+            false => saved.x.clone(),
+        };
         drop(saved);
         self.gradients(cx, &x, &dy_tn)
     }

@@ -266,7 +266,7 @@ impl<B: Kernels> Experts<B> {
         Ok(ExpertsDgrad { dx, dgate, wgrad: WgradOperands { dy: dy_cols, a, dh, x } })
     }
 
-    /// Adds the gradients of both weights.
+    /// Adds the gradients of both weights, but for a weight that is frozen.
     ///
     /// # Errors
     /// Passes on errors of the backend, and errors of other ranks if a sum of gradients over ranks starts here.
@@ -279,9 +279,14 @@ impl<B: Kernels> Experts<B> {
         let WgradOperands { dy, a, dh, x } = operands;
         let groups = &plan.map.groups;
         let layer = self.plan(cx);
-        cx.measure_lifts(self.lifting(DOWN, Product::Wgrad), || layer.clone(), [&dy, &a], None)?;
-        self.down.accumulate_wgrad(cx, &dy, &a, groups)?;
+        if self.down.has_gradient() {
+            cx.measure_lifts(self.lifting(DOWN, Product::Wgrad), || layer.clone(), [&dy, &a], None)?;
+            self.down.accumulate_wgrad(cx, &dy, &a, groups)?;
+        }
         drop((dy, a));
+        if !self.gate_up.has_gradient() {
+            return Ok(());
+        }
         let (x, _) = cx.convert(self.of_gate_up(), &x, &layer.experts()?.wgrad_x, Some(groups))?;
         cx.measure_lifts(self.lifting(GATE_UP, Product::Wgrad), || layer.clone(), [&dh, &x], None)?;
         self.gate_up.accumulate_wgrad(cx, &dh, &x, groups)

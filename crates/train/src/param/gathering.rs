@@ -276,7 +276,12 @@ impl<B: Kernels> Lane<B> {
         if let Self::Waiting(cargo) = self
             && !cargo.is_empty()
         {
-            *self = Self::UnderWay(Shipment::begin(cx.b, replicas, cx.training, std::mem::take(cargo))?);
+            *self = Self::UnderWay(Shipment::begin(
+                cx.b,
+                replicas,
+                cx.copies_for_dgrad(),
+                std::mem::take(cargo),
+            )?);
         }
         Ok(())
     }

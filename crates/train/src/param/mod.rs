@@ -30,7 +30,7 @@ pub use placement::Placement;
 pub use slices::Slices;
 
 use crate::convert::EarlierScales;
-use crate::cx::Cx;
+use crate::cx::{CopiesFor, Cx};
 use crate::record::{FoundCells, OF_DGRAD, OF_FPROP};
 use crate::shards::Spans;
 use crate::spec::{Init, ParamSpec, Part, Update};
@@ -82,8 +82,8 @@ pub struct Moments<B: Kernels> {
 /// The copies of a weight that GEMMs read, which are created once per step.
 #[derive(Debug, Clone)]
 struct Shadow<B: Kernels> {
-    /// The copy for fprop, `[n, k]`.
-    w: Operand<B>,
+    /// The copy for fprop, `[n, k]`; `None` if only the backward pass runs.
+    w: Option<Operand<B>>,
     /// The copy for dgrad, `[k, n]`.
     wt: Option<Turned<B>>,
 }
@@ -137,7 +137,7 @@ impl<B: Kernels> Param<B> {
             }
         };
         let (name, place) = match spec.update {
-            Update::Gradient => (spec.id.to_string(), (replicas.rank(), replicas.world())),
+            Update::Gradient | Update::Never => (spec.id.to_string(), (replicas.rank(), replicas.world())),
             Update::Load => (spec.id.to_string(), (0, 1)),
         };
         let slices = Slices::new(&name, (rows, cols), placement.stack(), place);
@@ -251,11 +251,11 @@ impl<B: Kernels> Param<B> {
         }
         let Some(dtype) = to.plan.w.dtype() else { return self.quantized(cx, &to.plan.w, whole) };
         let w = cx.cast(whole, dtype)?;
-        let wt = match cx.training {
+        let wt = match cx.copies_for_dgrad() {
             true => Some(Turned::There(Operand::Plain(self.turned(cx, &w)?))),
             false => None,
         };
-        Ok(Shadow { w: Operand::Plain(w), wt })
+        Ok(Shadow { w: Some(Operand::Plain(w)), wt })
     }
 
     /// The transpose of each matrix.
@@ -270,15 +270,18 @@ impl<B: Kernels> Param<B> {
 
     /// Creates the copies if each copy is quantized separately.
     fn each_by_itself(&self, cx: &Cx<'_, B>, to: &ProductCopies, whole: &Tensor<B>) -> Result<Shadow<B>> {
-        let w = self.copy(cx, (OF_FPROP, to.linear), &to.plan.w, whole)?;
-        if !cx.training {
+        let is_source = to.plan.decoded.is_some() || to.plan.wt.by == By::Requantize;
+        let w = (is_source || cx.copies != CopiesFor::Backward)
+            .then(|| self.copy(cx, (OF_FPROP, to.linear), &to.plan.w, whole))
+            .transpose()?;
+        if !cx.copies_for_dgrad() {
             return Ok(Shadow { w, wt: None });
         }
         if let Some(dtype) = to.plan.decoded {
             return Ok(Shadow { w, wt: Some(Turned::Decoded(dtype)) });
         }
         let wt = match (to.plan.wt.by, &w) {
-            (By::Requantize, Operand::Block(w)) => self.decoded(cx, w)?,
+            (By::Requantize, Some(Operand::Block(w))) => self.decoded(cx, w)?,
             _ => self.turned(cx, whole)?,
         };
         let wt = self.copy(cx, (OF_DGRAD, to.linear), &to.plan.wt, &wt)?;
@@ -343,7 +346,8 @@ impl<B: Kernels> Param<B> {
             // Only one copy is measured, because the other copy is its transpose.
             cx.measure(whole, [&tiles.rows, &None], None)?;
         }
-        Ok(Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols.map(Turned::There) })
+        let wt = tiles.cols.clone().map(Turned::There);
+        Ok(Shadow { w: Some(tiles.take_rows("prepare")?), wt })
     }
 
     /// Quantizes this rank's rows, and keeps the counts and magnitudes. For tensor scales, `amax` contains the largest magnitude of each
@@ -379,7 +383,7 @@ impl<B: Kernels> Param<B> {
                 self.shadow = Some(self.products(cx, &to, &whole)?);
             }
             (Copies::Products(_), Whole::Codes(w, wt)) => {
-                self.shadow = Some(Shadow { w, wt: wt.map(Turned::There) });
+                self.shadow = Some(Shadow { w: Some(w), wt: wt.map(Turned::There) });
             }
             (Copies::AsItIs, Whole::Codes(..)) => {
                 return Err(Error::Defect { place: "parameter", what: "its rows have come as codes" });
@@ -398,7 +402,7 @@ impl<B: Kernels> Param<B> {
     /// # Errors
     /// Returns [`Error::Shape`] if the copies do not exist yet ([`Param::for_products`] creates them).
     pub fn w(&self) -> Result<&Operand<B>> {
-        self.shadow.as_ref().map(|s| &s.w).ok_or_else(|| self.unprepared())
+        self.shadow.as_ref().and_then(|s| s.w.as_ref()).ok_or_else(|| self.unprepared())
     }
 
     /// The copy of the weight that dgrad reads. If the copy must be decoded, the decoded tensor exists only as long as the returned value.
@@ -410,10 +414,24 @@ impl<B: Kernels> Param<B> {
         match wt {
             Turned::There(wt) => Ok(Cow::Borrowed(wt)),
             Turned::Decoded(dtype) => {
+                let w = w.as_ref().ok_or_else(|| self.unprepared())?;
                 let wt = self.decoded(cx, w.block("dgrad")?)?;
                 Ok(Cow::Owned(Operand::Plain(cx.cast(&wt, *dtype)?)))
             }
         }
+    }
+
+    /// The copies that exist: the weight for fprop, and its transpose for dgrad unless dgrad decodes it from the former.
+    pub fn copies(&self) -> [Option<Operand<B>>; 2] {
+        let Some(Shadow { w, wt }) = &self.shadow else { return [None, None] };
+        let there = |wt: &Turned<B>| if let Turned::There(wt) = wt { Some(wt.clone()) } else { None };
+        [w.clone(), wt.as_ref().and_then(there)]
+    }
+
+    /// Takes copies that [`Param::copies`] gave earlier, under the same plan and for the same values of the weight.
+    pub fn take_copies(&mut self, plan: &WeightPlan, [w, wt]: [Option<Operand<B>>; 2]) {
+        let decoded = plan.decoded.filter(|_| !plan.is_one).map(Turned::Decoded);
+        self.shadow = Some(Shadow { w, wt: wt.map(Turned::There).or(decoded) });
     }
 
     fn unprepared(&self) -> Error {

@@ -127,6 +127,8 @@ pub enum Update {
     /// The tensor changes according to the loads of experts and has no gradient: see [`nibble_core::ops::BalanceBias`]. Every rank has the
     /// whole tensor.
     Load,
+    /// The tensor is frozen: it does not change and has no gradient.
+    Never,
 }
 
 /// A trained tensor: a matrix `[rows, cols]`, a stack of such matrices, or a vector `[cols]`.

@@ -16,6 +16,7 @@ from nibble.torch.formats import Quantized, dequantize, formats, quantize, trans
 from nibble.torch.ledger import Ledger, ledger
 from nibble.torch.linear import Linear, linear
 from nibble.torch.random import RandomBits, random_bits
+from nibble.torch.weights import same_weights
 
 __all__ = [
     "Experts",
@@ -33,5 +34,6 @@ __all__ = [
     "quantize",
     "random_bits",
     "recipes",
+    "same_weights",
     "transcode",
 ]

@@ -20,7 +20,8 @@ _LIBRARY.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? time, str recipe, str name, int seed) -> Tensor[]"
 )
 _LIBRARY.define(
-    "linear_backward(Tensor[] saved, Tensor weight, Tensor? bias, Tensor dy, Tensor? time, str recipe, str name, int seed) -> Tensor[]"
+    "linear_backward(Tensor[] saved, Tensor weight, Tensor? bias, Tensor dy, Tensor? time, str recipe, str name, int seed, bool[] needed) "
+    "-> Tensor[]"
 )
 
 _LIBRARY.define(
@@ -28,8 +29,14 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "experts_backward(Tensor[] saved, Tensor gate_up, Tensor down, Tensor expert, Tensor gate, Tensor dy, Tensor? time, str recipe, "
-    "str name, int seed) -> Tensor[]"
+    "str name, int seed, bool[] needed) -> Tensor[]"
 )
+
+
+def in_place(gradients: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients that an operator returned, with ``None`` for those that were not needed."""
+    left = iter(gradients)
+    return [next(left) if is_needed else None for is_needed in needed]
 
 
 def detached(x: Any) -> Any:
@@ -69,9 +76,15 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Any, time: Any, recipe: str, n
     return _with_saved(x.new_empty((rows, n)), saved)
 
 
-def _linear_backward_fake(saved: Any, weight: Tensor, bias: Tensor | None, dy: Tensor, *_: Any) -> list[Tensor]:
-    gradients = [dy.new_empty((dy.shape[0], weight.shape[1])), torch.empty_like(weight)]
-    return gradients if bias is None else [*gradients, bias.new_empty(bias.shape, dtype=torch.float32)]
+def _linear_backward_fake(
+    saved: Any, weight: Tensor, bias: Tensor | None, dy: Tensor, time: Any, recipe: str, name: str, seed: int, needed: Sequence[bool]
+) -> list[Tensor]:
+    gradients = [dy.new_empty((dy.shape[0], weight.shape[1]))]
+    if needed[0]:
+        gradients.append(torch.empty_like(weight))
+    if bias is not None and needed[1]:
+        gradients.append(bias.new_empty(bias.shape, dtype=torch.float32))
+    return gradients
 
 
 def _experts_fake(
@@ -84,9 +97,20 @@ def _experts_fake(
 
 
 def _experts_backward_fake(
-    saved: Any, gate_up: Tensor, down: Tensor, expert: Any, gate: Tensor, dy: Tensor, *_: Any
+    saved: Any,
+    gate_up: Tensor,
+    down: Tensor,
+    expert: Any,
+    gate: Tensor,
+    dy: Tensor,
+    time: Any,
+    recipe: str,
+    name: str,
+    seed: int,
+    needed: Sequence[bool],
 ) -> list[Tensor]:
-    return [torch.empty_like(x) for x in (dy, gate_up, down, gate)]
+    weights = [weight for weight, is_needed in zip((gate_up, down), needed) if is_needed]
+    return [torch.empty_like(x) for x in (dy, *weights, gate)]
 
 
 for _name, _run, _fake in (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nibble.torch._ops import in_place
 from nibble.torch.linear import Linear as NibbleLinear
 from nibble.torch.linear import in_autocast_type, needs
 from nibble.torch.random import RandomBits
@@ -119,10 +120,13 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         w1, w3, w2, expert, gate, time, *saved = ctx.saved_tensors
-        dx, d13, d2, dgate = torch.ops.nibble.experts_backward.default(
-            saved, torch.cat((w1, w3), 1), w2, expert, gate, dy.contiguous(), time, *ctx.of_layer
+        of_w1, of_w3, of_w2 = ctx.needs_input_grad[1:4]
+        needed = [of_w1 or of_w3, of_w2]
+        given = torch.ops.nibble.experts_backward.default(
+            saved, torch.cat((w1, w3), 1), w2, expert, gate, dy.contiguous(), time, *ctx.of_layer, needed
         )
-        d1, d3 = d13.chunk(2, 1)
+        dx, d13, d2, dgate = in_place(given, [True, *needed, True])
+        d1, d3 = (None, None) if d13 is None else d13.chunk(2, 1)
         return dx, d1, d3, d2, None, dgate, None, None, None, None
 
 

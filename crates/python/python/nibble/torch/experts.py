@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from nibble import _nibble
-from nibble.torch._ops import detached
+from nibble.torch._ops import detached, in_place
 from nibble.torch.linear import in_autocast_type, needs
 from nibble.torch.random import RandomBits
 from nibble.torch.ranks import Ranks
+from nibble.torch.weights import copies_of
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -30,33 +31,42 @@ class _Experts(torch.autograd.Function):
         name: str,
         seed: int,
         ranks: Ranks | None,
+        copies: _nibble.WeightCopies | None,
     ) -> Tensor:
         tensors, of_layer = (x, gate_up, down, expert, gate), (recipe, name, seed)
-        if ranks is None:
+        if ranks is None and copies is None:
             y, *saved = torch.ops.nibble.experts.default(*tensors, time, *of_layer)
             ctx.shapes = None
         else:
-            # How many rows arrive follows from the routing, so this is no operator with shapes known in advance.
-            y, saved, ctx.shapes = _nibble.experts_forward(*detached(tensors), time, *of_layer, ranks)
+            # Among ranks, how many rows arrive follows from the routing, so this is no operator with shapes known in advance.
+            y, saved, ctx.shapes = _nibble.experts_forward(*detached(tensors), time, *of_layer, ranks, copies)
         ctx.save_for_backward(gate_up, down, expert, gate, time, *saved)
-        ctx.of_layer, ctx.ranks = of_layer, ranks
+        ctx.of_layer, ctx.ranks, ctx.copies = of_layer, ranks, copies
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, down, expert, gate, time, *saved = ctx.saved_tensors
         tensors = (gate_up, down, expert, gate, dy.contiguous())
-        if ctx.ranks is None:
-            gradients = torch.ops.nibble.experts_backward.default(saved, *tensors, time, *ctx.of_layer)
+        needed = [ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
+        if ctx.ranks is None and ctx.copies is None:
+            given = torch.ops.nibble.experts_backward.default(saved, *tensors, time, *ctx.of_layer, needed)
+            gradients = in_place(given, [True, *needed, True])
         else:
-            gradients = _nibble.experts_backward(saved, *detached(tensors), time, *ctx.of_layer, ctx.ranks, ctx.shapes)
+            arguments = (*detached(tensors), time, *ctx.of_layer, needed, ctx.ranks, ctx.shapes, ctx.copies)
+            gradients = _nibble.experts_backward(saved, *arguments)
         dx, dgate_up, ddown, dgate = gradients
-        return dx, dgate_up, ddown, None, dgate, None, None, None, None, None
+        return dx, dgate_up, ddown, None, dgate, None, None, None, None, None, None
 
 
 @torch.compiler.disable
 def _divided(*arguments: Any) -> Tensor:
     return _Experts.apply(*arguments)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A matrix of the same rows. A matrix stays as it is, because each view adds a node to autograd's graph."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def experts(
@@ -97,23 +107,24 @@ def experts(
     if random_bits is not None:
         recipe = random_bits.at_this_point(recipe)
     _, depends_on_step = needs(recipe, "expert", name)
-    top_k = expert.shape[-1]
     time = random_bits.time(x.device) if random_bits is not None and depends_on_step else None
     ranks = None if group is None else Ranks(group)
+    seed = 0 if random_bits is None else random_bits.seed
     run = _Experts.apply if ranks is None else _divided
     y = run(
-        x.reshape(-1, x.shape[-1]).contiguous(),
+        _rows(x).contiguous(),
         gate_up.contiguous(),
         down.contiguous(),
-        expert.reshape(-1, top_k).to(torch.int32).contiguous(),
-        gate.reshape(-1, top_k).to(torch.float32).contiguous(),
+        _rows(expert).to(torch.int32).contiguous(),
+        _rows(gate).to(torch.float32).contiguous(),
         time,
         recipe,
         name,
-        0 if random_bits is None else random_bits.seed,
+        seed,
         ranks,
+        copies_of((gate_up, down), (recipe, name, seed)),
     )
-    return y.reshape(x.shape)
+    return y if x.dim() == 2 else y.reshape(x.shape)
 
 
 class Experts(torch.nn.Module):

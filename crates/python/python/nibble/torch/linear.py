@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from nibble import _nibble
-from nibble.torch import _ops
+from nibble.torch._ops import detached, in_place
 from nibble.torch.random import RandomBits
+from nibble.torch.weights import copies_of
 from torch import Tensor
 
 
@@ -41,20 +42,27 @@ class _Linear(torch.autograd.Function):
         recipe: str,
         name: str,
         seed: int,
+        copies: _nibble.WeightCopies | None,
     ) -> Tensor:
-        y, *saved = torch.ops.nibble.linear.default(x, weight, bias, time, recipe, name, seed)
+        arguments = (x, weight, bias, time, recipe, name, seed)
+        if copies is None:
+            y, *saved = torch.ops.nibble.linear.default(*arguments)
+        else:
+            y, saved = _nibble.linear_forward(*map(detached, arguments), copies)
         ctx.save_for_backward(weight, bias, time, *(saved or [x]))
-        ctx.of_layer = (recipe, name, seed)
+        ctx.of_layer, ctx.copies = (recipe, name, seed), copies
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, time, *saved = ctx.saved_tensors
-        dx, dw, *dbias = torch.ops.nibble.linear_backward.default(
-            saved, weight, bias, dy.contiguous(), time, *ctx.of_layer
-        )
-        db = None if bias is None else dbias[0].to(bias.dtype)
-        return dx, dw, db, None, None, None, None
+        needed = [ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
+        arguments = (saved, weight, bias, dy.contiguous(), time, *ctx.of_layer, needed)
+        if ctx.copies is None:
+            dx, dw, db = in_place(torch.ops.nibble.linear_backward.default(*arguments), [True, *needed])
+        else:
+            dx, dw, db = _nibble.linear_backward(*map(detached, arguments), ctx.copies)
+        return dx, dw, None if db is None else db.to(bias.dtype), None, None, None, None, None
 
 
 def linear(
@@ -70,7 +78,7 @@ def linear(
 
     Args:
         x: ``[..., in_features]``, float32 or bfloat16. Under autocast, float32 becomes the autocast type.
-        weight: ``[out_features, in_features]``, float32 or bfloat16. It is quantized in every call.
+        weight: ``[out_features, in_features]``, float32 or bfloat16. It is quantized in every pass, unless ``same_weights`` says otherwise.
         bias: ``[out_features]``.
         recipe: name of a recipe (``nibble.torch.recipes()``), or path of a TOML file.
         name: the layer's name, by which a recipe's overrides select it, and on which random bits depend.
@@ -94,7 +102,8 @@ def linear(
         rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
     time = random_bits.time(x.device) if random_bits is not None and depends_on_step else None
     seed = 0 if random_bits is None else random_bits.seed
-    y = _Linear.apply(rows.contiguous(), weight.contiguous(), bias, time, recipe, name, seed)
+    copies = copies_of((weight,), (recipe, name, seed))
+    y = _Linear.apply(rows.contiguous(), weight.contiguous(), bias, time, recipe, name, seed, copies)
     return y[:tokens].reshape(*x.shape[:-1], weight.shape[0])
 
 
