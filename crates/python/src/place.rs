@@ -150,7 +150,10 @@ impl Tensors {
 /// A tensor's element type in words.
 fn type_of(x: &Foreign) -> String {
     let dtype = x.dtype();
-    let other = || format!("of {} bits (DLPack's type {})", dtype.bits, dtype.code);
+    let other = || match (dtype.code, dtype.bits) {
+        (2, bits @ (16 | 64)) => format!("float{bits}"),
+        (code, bits) => format!("of {bits} bits (DLPack's type {code})"),
+    };
     Element::of(dtype).map_or_else(other, |element| element.name().to_owned())
 }
 

@@ -99,18 +99,19 @@ fn read(recipe: &str) -> PyResult<Recipe> {
     Recipe::parse(recipe, &text).map_err(mistake)
 }
 
-/// The names of all recipes that Nibble ships, those that models are trained with first.
+/// The names and descriptions of all recipes that Nibble ships, those that models are trained with first.
 #[pyfunction]
-pub fn recipe_names() -> Vec<&'static str> {
-    Recipe::all_names().collect()
+pub fn recipe_names() -> PyResult<Vec<(&'static str, String)>> {
+    Recipe::all_names().map(|name| Ok((name, read(name)?.description))).collect()
 }
 
 /// What a recipe does in a layer: pairs of a part (`fprop`, `dgrad`, `wgrad`, `saved x`, …) and its formats. `kind` is `linear` or
-/// `expert`.
+/// `expert`. Rows that are sent to experts in another form than that of activations, and random bits, are parts too.
 #[pyfunction]
 pub fn explain(recipe: &str, kind: &str, name: &str) -> PyResult<Vec<(String, String)>> {
     let kind = kind_named(kind)?;
-    let plan = plans(recipe, Element::Bf16)?.plan(&Layer::new(kind, name));
+    let plans = plans(recipe, Element::Bf16)?;
+    let plan = plans.plan(&Layer::new(kind, name));
     let products = plan.products.iter().map(|product| {
         let [a, b] = product.operands;
         let weight =
@@ -119,7 +120,15 @@ pub fn explain(recipe: &str, kind: &str, name: &str) -> PyResult<Vec<(String, St
         (format!("{weight}{}", product.product.name()), format!("{a} × {b}{transform}"))
     });
     let saved = plan.kept.iter().map(|kept| (format!("saved {}", kept.tensor), kept.precision.to_string()));
-    Ok(products.chain(saved).collect())
+    let sent = plan.experts().ok().into_iter().flat_map(|experts| {
+        let rows = [("sent x", &experts.x_sent), ("sent dy", &experts.dy_sent)];
+        rows.into_iter()
+            .filter(|(_, form)| form.dtype().is_none())
+            .map(|(part, form)| (part.into(), form.to_string()))
+    });
+    let draws = plans.recipe().section(kind, name, plans.progress).depends_on_step();
+    let random = draws.then(|| ("random bits".into(), "drawn anew in each step".into()));
+    Ok(products.chain(sent).chain(saved).chain(random).collect())
 }
 
 /// Checks that a recipe may be used by a layer in PyTorch.

@@ -1,6 +1,7 @@
 """Layers: gradients, saved bytes, and PyTorch's own machinery around them."""
 
 import copy
+import pickle
 
 import nibble.torch as nt
 import pytest
@@ -25,6 +26,14 @@ def error(got, want):
 def mlp(dtype=torch.bfloat16):
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 128)).to(dtype)
+
+
+class Stacks(torch.nn.Module):
+    """Experts of somebody's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2 = (torch.nn.Parameter(torch.zeros(2, 64, 64)) for _ in range(2))
 
 
 def results(model, x, run=None):
@@ -252,6 +261,42 @@ def test_a_filter_chooses_and_heads_and_routers_are_left_alone():
     nt.convert(model, "mxfp8", filter=["lm_*"])
     assert model["lm_head"].recipe == "mxfp8" and type(model["gate"]) is torch.nn.Linear
     assert "up: mxfp4-hopper" in nt.explain(model) and "lm_head: mxfp8" in nt.explain(model)
+    nt.convert(model, "fp8-flow", filter="u*")
+    assert model["up"].recipe == "fp8-flow"
+    tied = torch.nn.ModuleDict({"table": torch.nn.Embedding(64, 64), "up": torch.nn.Linear(64, 64), "un": torch.nn.Linear(64, 64)})
+    tied["un"].weight = tied["table"].weight
+    nt.convert(tied)
+    assert [name for name, module in tied.items() if isinstance(module, nt.Linear)] == ["up"]
+
+
+def test_a_layer_that_the_formats_do_not_support_stays_with_a_warning():
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 100))
+    with pytest.warns(UserWarning, match=r"1 \(128 to 100 features\)"):
+        nt.convert(model, "nvfp4-quartet2")
+    assert isinstance(model[0], nt.Linear) and type(model[1]) is torch.nn.Linear
+
+
+def test_a_copy_of_a_model_counts_its_own_steps():
+    model, x = nt.convert(mlp(), "ablation-mxfp4-sr-rht-tf"), torch.randn(4, 256).bfloat16()
+    twin = copy.deepcopy(model)
+    twin(x)
+    assert [nt.random_bits(each).step for each in (model, twin)] == [0, 1]
+    assert nt.random_bits(pickle.loads(pickle.dumps(twin))).step == 1
+
+
+def test_a_recipe_is_explained_by_its_name():
+    assert "mxfp4-hopper" in nt.recipes() and "MXFP4" in nt.recipes()["mxfp4-hopper"]
+    text = nt.explain("mxfp4-hopper")
+    assert "sent x        mxfp4" in text and "random bits" not in text
+    assert "random bits" in nt.explain("ablation-mxfp4-sr")
+
+
+def test_a_run_that_nobody_follows_is_told_so():
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(256, 256).bfloat16()])})
+    nt.convert(model, "nvfp4-nvidia", steps=100)
+    with pytest.warns(UserWarning, match="progress before each step"):
+        nt.random_bits(model).advance()
 
 
 def test_a_recipe_may_be_a_file(tmp_path):
@@ -293,9 +338,15 @@ def test_a_recipe_that_depends_on_the_run_changes_with_its_progress():
         (lambda: nt.convert(mlp(), "nvfp4-nvidia"), ValueError, "depends on the run: give `convert` the number of steps"),
         (lambda: nt.linear(torch.ones(1, 64), torch.ones(64, 64), recipe="nvfp4?steps=3"), ValueError, "expected `.layers=N"),
         (lambda: nt.convert(torch.nn.Conv2d(3, 3, 3)), ValueError, "no layer of Conv2d"),
-        (lambda: nt.convert(mlp())(torch.randn(4, 100).bfloat16()), ValueError, "`weight` has 256 columns"),
+        (lambda: nt.convert(mlp())(torch.randn(4, 100).bfloat16()), ValueError, "last dimension of `x` is 100, expected the 256"),
         (lambda: nt.convert(mlp())(torch.randn(4, 256).half()), TypeError, "expected float32 or bfloat16"),
         (lambda: nt.random_bits(mlp()), ValueError, "convert first"),
+        (lambda: nt.explain(mlp()), ValueError, "convert first"),
+        (lambda: nt.convert(mlp().half()), TypeError, "0 has weights of torch.float16"),
+        (lambda: nt.convert(mlp(), filter=["0", "*.dwn"]), ValueError, "patterns .'..dwn'. fit no layer"),
+        (lambda: nt.convert(Stacks()), ValueError, "w1, w2: of no layer that is known here; if these are experts, see nibble.torch.Experts"),
+        (lambda: setattr(nt.RandomBits(), "progress", 3), ValueError, "progress is 3, expected"),
+        (lambda: nt.experts(*expert_layer(torch.float32)[:3], torch.ones(100, 2), torch.zeros(100, 2), recipe="bf16"), TypeError, "exchanged"),
         (lambda: nt.experts(*expert_layer(torch.float32)[:3], torch.zeros(9, 2).int(), torch.ones(9, 2), recipe="bf16"), ValueError, "`expert`"),
     ],
 )

@@ -101,8 +101,11 @@ def experts(
 
     Raises:
         ValueError: for a shape or a recipe that does not fit; the message names it.
+        TypeError: if ``expert`` has no integers.
         NotImplementedError: if the recipe's formats do not support these widths.
     """
+    if expert.is_floating_point():
+        raise TypeError(f"{name}: `expert` is {expert.dtype}, expected integers: are `expert` and `gate` exchanged?")
     x = in_autocast_type(x)
     if random_bits is not None:
         recipe = random_bits.at_this_point(recipe)

@@ -92,6 +92,8 @@ def linear(
         NotImplementedError: if the recipe's formats do not support these widths.
     """
     x = in_autocast_type(x)
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"{name}: the last dimension of `x` is {x.shape[-1]}, expected the {weight.shape[1]} of `weight`")
     if random_bits is not None:
         recipe = random_bits.at_this_point(recipe)
     align, depends_on_step = needs(recipe, "linear", name)

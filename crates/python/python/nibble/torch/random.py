@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class RandomBits:
         self.layers = layers
         self.steps = steps
         self._progress = 0.0
+        self._is_followed = False
         #: For each recipe, its name with the part of the run, and the points of the run at which it changes.
         self._recipes: dict[str, tuple[str, tuple[float, ...]]] = {}
         self._step = step
@@ -54,6 +56,9 @@ class RandomBits:
 
     def advance(self) -> None:
         """Goes on to the next step. Tensors of ``time`` that a forward pass has taken keep its step."""
+        if not self._is_followed and any(changes for _, changes in self._recipes.values()):
+            self._is_followed = True
+            warnings.warn("the recipe changes during a run: set nibble.torch.random_bits(model).progress before each step", stacklevel=4)
         if not torch.compiler.is_compiling() and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             # The graph's replays count; the capture itself computes nothing.
             self._is_captured = bool(self._counts)
@@ -79,7 +84,9 @@ class RandomBits:
 
     @progress.setter
     def progress(self, done: float) -> None:
-        self._progress = float(done)
+        if not 0 <= done <= 1:
+            raise ValueError(f"progress is {done}, expected optimizer steps done / all steps, between 0 and 1")
+        self._progress, self._is_followed = float(done), True
         for recipe, (_, changes) in self._recipes.items():
             self._recipes[recipe] = (self._named(recipe, changes), changes)
 
