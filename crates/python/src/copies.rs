@@ -2,7 +2,7 @@
 
 use crate::home::{AnyCopies, Copies, Home};
 use nibble_core::Result;
-use nibble_core::recipe::LayerPlan;
+use nibble_core::recipe::{LayerPlan, Precision, Signs};
 use nibble_train::cx::{CopiesFor, Cx};
 use nibble_train::param::Param;
 use pyo3::prelude::*;
@@ -34,7 +34,11 @@ impl WeightCopies {
     }
 
     fn put<B: Home>(&self, b: &B, copies: Copies<B>) {
-        *B::copies(&mut self.lock()) = Some((b.clone(), copies));
+        let mut kept = self.lock();
+        let old = B::copies(&mut kept).replace((b.clone(), copies));
+        // Only now, because dropping tensors of PyTorch may wait for the interpreter's lock, whose holder may wait for this one.
+        drop(kept);
+        drop(old);
     }
 }
 
@@ -63,8 +67,10 @@ pub struct Kept<'a, B: Home> {
 }
 
 impl<'a, B: Home> Kept<'a, B> {
-    /// Looks for copies.
-    pub fn find(b: &B, at: Option<&'a WeightCopies>) -> Self {
+    /// Looks for copies. A layer whose plan transforms weights with other signs in each step keeps none.
+    pub fn find(b: &B, plan: &LayerPlan, at: Option<&'a WeightCopies>) -> Self {
+        let changes = |form: &Precision| form.rht.is_some_and(|transform| transform.signs == Signs::Step);
+        let at = at.filter(|_| !changes(&plan.weights.w) && !changes(&plan.weights.wt));
         Self { found: at.and_then(|at| at.get(b)), at }
     }
 

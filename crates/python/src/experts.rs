@@ -238,7 +238,7 @@ pub fn experts_forward(
     let ranks = ranks.map(TorchRanks::of).transpose()?;
     let copies = copies.map(Bound::get);
     on!(place, b => {
-        let kept = Kept::find(&b, copies);
+        let kept = Kept::find(&b, &call.plans.plan(&call.layer()), copies);
         let keeping = kept.keeping();
         let key = call.key(("experts", keeping, sizes, of_x, elements));
         let run = || -> Result<_> {
@@ -311,7 +311,7 @@ pub fn experts_backward(
             let made = shape.as_ref().map(|shape| shape.operand((&b, &tensors), &mut saved, &mut None));
             *operand = made.transpose()?;
         }
-        let kept = Kept::find(&b, copies);
+        let kept = Kept::find(&b, &call.plans.plan(&call.layer()), copies);
         let keeping = kept.keeping();
         let key = call.key(("experts backward", keeping, sizes, of_dy, elements, needed));
         let run = || -> Result<_> {

@@ -162,7 +162,7 @@ pub fn linear_forward(
     let call = Call::linear((recipe, name, of_x), seed, rows)?;
     let copies = copies.map(Bound::get);
     on!(place, b => {
-        let kept = Kept::find(&b, copies);
+        let kept = Kept::find(&b, &call.plans.plan(&call.layer()), copies);
         let keeping = kept.keeping();
         let key = call.key(("linear", keeping, (rows, n, k), [of_x, of_weight], of_bias));
         let run = || -> Result<_> {
@@ -230,7 +230,7 @@ pub fn linear_backward(
             input = Some(Operand::Plain(or_raised(matrix(&b, x, element, (rows, k)))?));
         }
         let x = shape.operand((&b, &tensors), &mut saved, &mut input)?;
-        let kept = Kept::find(&b, copies);
+        let kept = Kept::find(&b, &call.plans.plan(&call.layer()), copies);
         let keeping = kept.keeping();
         let key = call.key(("linear backward", keeping, (rows, n, k), [of_dy, of_weight], of_bias, needed));
         let run = || -> Result<_> {

@@ -245,6 +245,73 @@ def test_weights_that_stay_the_same_are_quantized_once(recipe):
     assert not equal(changed, step()) if recipe != "bf16" else equal(changed, step())
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4-quartet2", "mxfp4-hopper", "ablation-mxfp4-sr-rht-tf"])
+def test_the_same_weights_serve_all_micro_batches(recipe):
+    """Also where each step has other signs, by which the gradients and the weights are transformed alike."""
+    model = nt.convert(torch.nn.Sequential(torch.nn.Linear(256, 256, dtype=torch.bfloat16)), recipe)
+    xs = [torch.randn(128, 256).bfloat16() for _ in range(3)]
+
+    def dxs():
+        nt.random_bits(model).set(5)
+        return [results(model, x)[1] for x in xs]
+
+    each = dxs()
+    with nt.same_weights():
+        shared = dxs()
+    assert all(error(a, b) < 0.35 for a, b in zip(shared, each, strict=True))
+
+
+def test_an_optimizer_step_ends_what_was_kept():
+    layer, x = nt.Linear(256, 256, recipe="mxfp4-hopper"), torch.randn(128, 256)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=10.0, fused=True)
+    with nt.same_weights():
+        layer(x).square().sum().backward()
+        optimizer.step()
+        inside = layer(x)
+    assert torch.equal(inside, layer(x))
+
+
+def test_kept_weights_hold_no_memory_of_the_parameter(device):
+    """FSDP2 frees the memory of gathered weights, and gathers them elsewhere, without a new version."""
+    layer, x = nt.Linear(256, 256, recipe="bf16", dtype=torch.bfloat16), torch.randn(128, 256).bfloat16()
+    weight, values = layer.weight, layer.weight.detach().clone()
+    with nt.same_weights():
+        once = layer(x)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+            size = weight.untyped_storage().size()
+            weight.untyped_storage().resize_(0)
+            others = [torch.randn(256, 256).bfloat16() for _ in range(4)]
+            weight.untyped_storage().resize_(size)
+            weight.copy_(values)
+        assert torch.equal(layer(x), once) and others
+
+
+def test_blocks_of_several_threads_end_one_by_one():
+    from nibble.torch import weights
+
+    first, second = nt.same_weights(), nt.same_weights()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert len(weights._blocks) == 1
+    second.__exit__(None, None, None)
+    assert not weights._blocks
+
+
+def test_computed_weights_are_not_kept_and_a_second_derivative_is_refused():
+    from nibble.torch import weights
+
+    x, w = torch.randn(128, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    with nt.same_weights():
+        nt.linear(x, w + 1, recipe="mxfp8")
+        with torch.inference_mode():
+            nt.linear(x, w * 1, recipe="mxfp8")
+        assert not weights._blocks[-1]
+        y = nt.linear(x, w, recipe="mxfp8")
+        with pytest.raises(NotImplementedError, match="cannot be differentiated"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
 def test_autocast_decides_the_type_of_activations(device):
     model = nt.convert(mlp(torch.float32), "mxfp4-hopper")
     with torch.autocast(device, torch.bfloat16):

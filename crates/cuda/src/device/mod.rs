@@ -36,7 +36,6 @@ use nibble_core::{Error, MemoryStats, Result, Room, Scope, TrafficCounter};
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::fmt;
-use std::sync::atomic::AtomicI32;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// A handle of an opened GPU; clones share the device.
@@ -110,7 +109,7 @@ pub(crate) struct Module {
     /// Size of each parameter in bytes, as the cubin declares it.
     pub(crate) param_bytes: Vec<usize>,
     /// The most dynamic shared memory that the function has been allowed so far, in bytes.
-    pub(crate) shared_bytes: AtomicI32,
+    pub(crate) shared_bytes: Mutex<i32>,
     /// How many clusters the device runs at once, for the first launch shape that was queried.
     pub(crate) max_clusters: OnceLock<((u32, u32, usize), u32)>,
 }
@@ -427,7 +426,7 @@ impl Module {
             // SAFETY: the module was loaded above and is not used.
             let _ = unsafe { result::module::unload(module) };
         })?;
-        let shared_bytes = AtomicI32::new(0);
+        let shared_bytes = Mutex::new(0);
         Ok(Self { module, function, param_bytes, shared_bytes, max_clusters: OnceLock::new() })
     }
 }

@@ -20,6 +20,9 @@ pub trait Allocator: fmt::Debug + Send + Sync {
     fn alloc(&self, bytes: usize) -> Result<Lent>;
 }
 
+/// Number of passes whose layouts are kept. Batches of ever new lengths would need ever more.
+const MOST_LAYOUTS: usize = 8192;
+
 /// An allocator that gives the temporaries of a pass one allocation of another allocator.
 #[derive(Debug)]
 pub(crate) struct Workspaces {
@@ -42,7 +45,7 @@ enum Pass {
     /// The allocations are noted.
     Noted(Arc<Mutex<Notes>>),
     /// The allocations are expected.
-    Expected { layout: Arc<Layout>, made: usize, workspace: Arc<Workspace>, differs: bool },
+    Expected { layout: Arc<Layout>, made: usize, workspace: Option<Arc<Workspace>>, differs: bool },
 }
 
 thread_local! {
@@ -64,9 +67,10 @@ impl Workspaces {
         let begun = match known {
             None => Pass::Noted(Arc::default()),
             Some(layout) => {
-                let memory = self.source.alloc(layout.workspace.max(1))?;
-                let heap = Mutex::new(Heap::new(layout.workspace));
-                let workspace = Arc::new(Workspace { memory, heap });
+                let bytes = layout.workspace;
+                let memory = (bytes > 0).then(|| self.source.alloc(bytes)).transpose()?;
+                let heap = Mutex::new(Heap::new(bytes));
+                let workspace = memory.map(|memory| Arc::new(Workspace { memory, heap }));
                 Pass::Expected { layout, made: 0, workspace, differs: false }
             }
         };
@@ -75,7 +79,11 @@ impl Workspaces {
         match entered.leave() {
             Some(Pass::Noted(notes)) => {
                 let layout = Notes::lock(&notes).take_layout();
-                self.layouts().insert(key, Arc::new(layout));
+                let mut layouts = self.layouts();
+                if layouts.len() >= MOST_LAYOUTS {
+                    layouts.clear();
+                }
+                layouts.insert(key, Arc::new(layout));
             }
             Some(Pass::Expected { layout, made, differs, .. })
                 if differs || made != layout.allocations.len() =>
@@ -98,7 +106,7 @@ impl Workspaces {
                 *made += 1;
                 match expected {
                     Some((expected, is_result)) if *expected == bytes => {
-                        (!is_result).then(|| workspace.part(bytes)).flatten()
+                        workspace.as_ref().filter(|_| !is_result).and_then(|workspace| workspace.part(bytes))
                     }
                     _ => {
                         *differs = true;

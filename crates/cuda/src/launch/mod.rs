@@ -15,8 +15,7 @@ use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 use nibble_core::{Error, Result};
 use std::ffi::c_void;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 
 const OP: &str = "launch";
 
@@ -221,7 +220,9 @@ impl Kernel {
         let stream = self.device.stream()?;
         let shared = i32::try_from(launch.shared_bytes)
             .map_err(|_| Error::shape(OP, "shared_bytes", launch.shared_bytes, "below 2^31"))?;
-        if self.module.shared_bytes.load(Ordering::Relaxed) < shared {
+        // Locked until the driver knows it, so that no other thread lowers the driver's limit below what is noted.
+        let mut most = self.module.shared_bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        if *most < shared {
             // SAFETY: the function belongs to `module`, and the value is below the device's limit.
             named("cuFuncSetAttribute(dynamic shared memory)", unsafe {
                 result::function::set_function_attribute(
@@ -230,8 +231,9 @@ impl Kernel {
                     shared,
                 )
             })?;
-            self.module.shared_bytes.fetch_max(shared, Ordering::Relaxed);
+            *most = shared;
         }
+        drop(most);
         use sys::CUlaunchAttributeID as Id;
         // SAFETY: an attribute is plain data, for which zeros are valid.
         let mut attributes: [sys::CUlaunchAttribute; 2] = unsafe { std::mem::zeroed() };

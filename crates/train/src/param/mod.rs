@@ -421,17 +421,21 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// The copies that exist: the weight for fprop, and its transpose for dgrad unless dgrad decodes it from the former.
+    /// The copies that exist: the weight for fprop unless that is the master itself, and its transpose for dgrad unless dgrad decodes it
+    /// from the former.
     pub fn copies(&self) -> [Option<Operand<B>>; 2] {
         let Some(Shadow { w, wt }) = &self.shadow else { return [None, None] };
+        let master = self.master.buffer_id();
+        let w = w.as_ref().filter(|w| !matches!(w, Operand::Plain(w) if w.buffer_id() == master));
         let there = |wt: &Turned<B>| if let Turned::There(wt) = wt { Some(wt.clone()) } else { None };
-        [w.clone(), wt.as_ref().and_then(there)]
+        [w.cloned(), wt.as_ref().and_then(there)]
     }
 
     /// Takes copies that [`Param::copies`] gave earlier, under the same plan and for the same values of the weight.
     pub fn take_copies(&mut self, plan: &WeightPlan, [w, wt]: [Option<Operand<B>>; 2]) {
+        let w = w.unwrap_or_else(|| Operand::Plain(self.master.clone()));
         let decoded = plan.decoded.filter(|_| !plan.is_one).map(Turned::Decoded);
-        self.shadow = Some(Shadow { w, wt: wt.map(Turned::There).or(decoded) });
+        self.shadow = Some(Shadow { w: Some(w), wt: wt.map(Turned::There).or(decoded) });
     }
 
     fn unprepared(&self) -> Error {

@@ -10,7 +10,7 @@ from nibble.torch._ops import detached, in_place
 from nibble.torch.linear import in_autocast_type, needs
 from nibble.torch.random import RandomBits
 from nibble.torch.ranks import Ranks
-from nibble.torch.weights import copies_of
+from nibble.torch.weights import copies_of, for_backward
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -49,11 +49,12 @@ class _Experts(torch.autograd.Function):
         gate_up, down, expert, gate, time, *saved = ctx.saved_tensors
         tensors = (gate_up, down, expert, gate, dy.contiguous())
         needed = [ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
-        if ctx.ranks is None and ctx.copies is None:
+        copies = for_backward(ctx.copies, dy)
+        if ctx.ranks is None and copies is None:
             given = torch.ops.nibble.experts_backward.default(saved, *tensors, time, *ctx.of_layer, needed)
             gradients = in_place(given, [True, *needed, True])
         else:
-            arguments = (*detached(tensors), time, *ctx.of_layer, needed, ctx.ranks, ctx.shapes, ctx.copies)
+            arguments = (*detached(tensors), time, *ctx.of_layer, needed, ctx.ranks, ctx.shapes, copies)
             gradients = _nibble.experts_backward(saved, *arguments)
         dx, dgate_up, ddown, dgate = gradients
         return dx, dgate_up, ddown, None, dgate, None, None, None, None, None, None
@@ -125,7 +126,7 @@ def experts(
         name,
         seed,
         ranks,
-        copies_of((gate_up, down), (recipe, name, seed)),
+        copies_of((gate_up, down), (recipe, name, seed, x.dtype)),
     )
     return y if x.dim() == 2 else y.reshape(x.shape)
 

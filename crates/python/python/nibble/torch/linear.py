@@ -8,7 +8,7 @@ import torch
 from nibble import _nibble
 from nibble.torch._ops import detached, in_place
 from nibble.torch.random import RandomBits
-from nibble.torch.weights import copies_of
+from nibble.torch.weights import copies_of, for_backward
 from torch import Tensor
 
 
@@ -58,10 +58,11 @@ class _Linear(torch.autograd.Function):
         weight, bias, time, *saved = ctx.saved_tensors
         needed = [ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
         arguments = (saved, weight, bias, dy.contiguous(), time, *ctx.of_layer, needed)
-        if ctx.copies is None:
+        copies = for_backward(ctx.copies, dy)
+        if copies is None:
             dx, dw, db = in_place(torch.ops.nibble.linear_backward.default(*arguments), [True, *needed])
         else:
-            dx, dw, db = _nibble.linear_backward(*map(detached, arguments), ctx.copies)
+            dx, dw, db = _nibble.linear_backward(*map(detached, arguments), copies)
         return dx, dw, None if db is None else db.to(bias.dtype), None, None, None, None, None
 
 
@@ -104,7 +105,7 @@ def linear(
         rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
     time = random_bits.time(x.device) if random_bits is not None and depends_on_step else None
     seed = 0 if random_bits is None else random_bits.seed
-    copies = copies_of((weight,), (recipe, name, seed))
+    copies = copies_of((weight,), (recipe, name, seed, x.dtype))
     y = _Linear.apply(rows.contiguous(), weight.contiguous(), bias, time, recipe, name, seed, copies)
     return y[:tokens].reshape(*x.shape[:-1], weight.shape[0])
 
