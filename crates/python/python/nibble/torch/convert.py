@@ -92,8 +92,7 @@ def convert(
             elif isinstance(child, torch.nn.MultiheadAttention) and wanted(child, name):
                 skipped.append(f"{name}: torch.nn.MultiheadAttention multiplies by itself")
     theirs = _their_experts(model, recipe, random_bits, wanted, skipped)
-    known = {id(parameter) for _, module in [*own_experts, *theirs.items()] for parameter in module.parameters()}
-    unknown = _unknown_stacks(model, known)
+    unknown = _unknown_stacks(model, wanted)
     if not (replacements or own_experts or theirs):
         why = "; ".join([*skipped, *unknown]) or "it has no layer that the filter selects"
         raise ValueError(f"no layer of {type(model).__name__} was converted: {why}")
@@ -152,13 +151,15 @@ def _check_dtype(name: str, weight: torch.Tensor) -> None:
         raise TypeError(f"{name} has weights of {weight.dtype}, expected torch.float32 or torch.bfloat16")
 
 
-def _unknown_stacks(model: torch.nn.Module, known: set[int]) -> list[str]:
+def _unknown_stacks(model: torch.nn.Module, wanted: Callable[[torch.nn.Module, str], bool]) -> list[str]:
     """Parameters of three dimensions of a model's own modules, which may be experts."""
     found = []
     for name, module in model.named_modules():
-        if type(module).__module__.startswith("torch.nn.") or isinstance(module, Experts):
+        # Those of `transformers` are told otherwise.
+        is_known = isinstance(module, Experts) or hasattr(module, "is_transposed")
+        if type(module).__module__.startswith("torch.nn.") or is_known or not wanted(module, name):
             continue
-        stacks = [key for key, x in module.named_parameters(recurse=False) if x.dim() == 3 and id(x) not in known]
+        stacks = [key for key, x in module.named_parameters(recurse=False) if x.dim() == 3]
         if stacks:
             what = f"{name}." if name else ""
             found.append(", ".join(what + key for key in stacks) + ": of no layer that is known here; if these are experts, see nibble.torch.Experts")
