@@ -328,6 +328,9 @@ def test_a_filter_chooses_and_heads_and_routers_are_left_alone():
     nt.convert(model, "mxfp8", filter=["lm_*"])
     assert model["lm_head"].recipe == "mxfp8" and type(model["gate"]) is torch.nn.Linear
     assert "up: mxfp4-hopper" in nt.explain(model) and "lm_head: mxfp8" in nt.explain(model)
+    wide = torch.nn.Sequential(mlp(), torch.nn.MultiheadAttention(64, 4), Stacks())
+    nt.convert(wide, filter=lambda module, _: module.in_features == 512)
+    assert type(wide[0][0]) is torch.nn.Linear and isinstance(wide[0][2], nt.Linear)
     nt.convert(model, "fp8-flow", filter="u*")
     assert model["up"].recipe == "fp8-flow"
     tied = torch.nn.ModuleDict({"table": torch.nn.Embedding(64, 64), "up": torch.nn.Linear(64, 64), "un": torch.nn.Linear(64, 64)})

@@ -346,8 +346,7 @@ impl<B: Kernels> Param<B> {
             // Only one copy is measured, because the other copy is its transpose.
             cx.measure(whole, [&tiles.rows, &None], None)?;
         }
-        let wt = tiles.cols.clone().map(Turned::There);
-        Ok(Shadow { w: Some(tiles.take_rows("prepare")?), wt })
+        Ok(Shadow { w: Some(tiles.take_rows("prepare")?), wt: tiles.cols.map(Turned::There) })
     }
 
     /// Quantizes this rank's rows, and keeps the counts and magnitudes. For tensor scales, `amax` contains the largest magnitude of each
@@ -431,7 +430,8 @@ impl<B: Kernels> Param<B> {
         [w.cloned(), wt.as_ref().and_then(there)]
     }
 
-    /// Takes copies that [`Param::copies`] gave earlier, under the same plan and for the same values of the weight.
+    /// Takes copies that [`Param::copies`] gave earlier, under the same plan and for the same values of the weight. Without the first copy,
+    /// fprop reads the master.
     pub fn take_copies(&mut self, plan: &WeightPlan, [w, wt]: [Option<Operand<B>>; 2]) {
         let w = w.unwrap_or_else(|| Operand::Plain(self.master.clone()));
         let decoded = plan.decoded.filter(|_| !plan.is_one).map(Turned::Decoded);

@@ -44,7 +44,8 @@ def convert(
     Args:
         model: any module; itself, if it is a linear layer, is returned converted.
         recipe: name of a recipe (``recipes()``), or path of a TOML file.
-        filter: which layers to convert: a function of module and qualified name, or patterns of names such as ``["*.mlp.*"]``. Without it,
+        filter: which layers to convert: a function of module (a linear layer or experts) and qualified name, or a pattern or patterns of
+            names such as ``["*.mlp.*"]``. Without it,
             all but the output head and routers: layers with a name of ``LEFT_ALONE`` (``lm_head``, ``head``, ``classifier``, ``router``, …),
             the model's ``get_output_embeddings()``, and layers whose weight is also that of an embedding.
         seed: seed of stochastic rounding.
@@ -89,10 +90,11 @@ def convert(
             elif isinstance(child, Experts) and wanted(child, name):
                 needs(random_bits.at_this_point(recipe), "expert", name)
                 own_experts.append((name, child))
-            elif isinstance(child, torch.nn.MultiheadAttention) and wanted(child, name):
+            elif filter is None and isinstance(child, torch.nn.MultiheadAttention):
                 skipped.append(f"{name}: torch.nn.MultiheadAttention multiplies by itself")
     theirs = _their_experts(model, recipe, random_bits, wanted, skipped)
-    unknown = _unknown_stacks(model, wanted)
+    # A filter is asked about layers that can be converted, and about no others.
+    unknown = _unknown_stacks(model) if filter is None else []
     if not (replacements or own_experts or theirs):
         why = "; ".join([*skipped, *unknown]) or "it has no layer that the filter selects"
         raise ValueError(f"no layer of {type(model).__name__} was converted: {why}")
@@ -151,13 +153,13 @@ def _check_dtype(name: str, weight: torch.Tensor) -> None:
         raise TypeError(f"{name} has weights of {weight.dtype}, expected torch.float32 or torch.bfloat16")
 
 
-def _unknown_stacks(model: torch.nn.Module, wanted: Callable[[torch.nn.Module, str], bool]) -> list[str]:
+def _unknown_stacks(model: torch.nn.Module) -> list[str]:
     """Parameters of three dimensions of a model's own modules, which may be experts."""
     found = []
     for name, module in model.named_modules():
         # Those of `transformers` are told otherwise.
         is_known = isinstance(module, Experts) or hasattr(module, "is_transposed")
-        if type(module).__module__.startswith("torch.nn.") or is_known or not wanted(module, name):
+        if type(module).__module__.startswith("torch.nn.") or is_known:
             continue
         stacks = [key for key, x in module.named_parameters(recurse=False) if x.dim() == 3]
         if stacks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ _Kept = dict[Hashable, tuple[tuple[Tensor, ...], tuple[int, ...], _nibble.Weight
 
 #: The open blocks, the latest last. Autograd's thread sees them too, because checkpointing recomputes there.
 _blocks: list[_Kept] = []
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -35,24 +37,29 @@ def same_weights() -> Iterator[None]:
     A backward pass of a backward pass is refused inside.
     """
     kept: _Kept = {}
-    _blocks.append(kept)
+    with _lock:
+        _blocks.append(kept)
     hook = register_optimizer_step_post_hook(lambda *_: kept.clear())
     try:
         yield
     finally:
         hook.remove()
         # Blocks of other threads may have begun later.
-        _blocks[:] = [block for block in _blocks if block is not kept]
+        with _lock:
+            _blocks[:] = [block for block in _blocks if block is not kept]
 
 
 def copies_of(weights: tuple[Tensor, ...], layer: Hashable) -> _nibble.WeightCopies | None:
     """The copies that a layer's passes share, inside ``same_weights``."""
     if torch.compiler.is_compiling() or not _blocks or _is_capturing(weights[0]):
         return None
+    with _lock:
+        kept = _blocks[-1] if _blocks else None
+    if kept is None:
+        return None
     if any(type(weight) not in (Tensor, torch.nn.Parameter) or weight.grad_fn is not None or weight.is_inference() for weight in weights):
         # Computed weights are others in the next pass.
         return None
-    kept = _blocks[-1]
     key, versions = (layer, *map(id, weights)), tuple(weight._version for weight in weights)
     known = kept.get(key)
     if known is None or known[1] != versions:
